@@ -1,0 +1,17 @@
+// fp32 kernels for AVX-512 F, BW, DQ and VL: Skylake-X and later.
+#include "isa/vec_avx512.h"
+
+namespace blockscale {
+namespace {
+using Vec = VecAvx512<NibbleDecoder>;
+}
+
+extern const KernelTable kernels_avx512;
+constexpr KernelTable kernels_avx512 = {
+    /*bf16_x_only=*/false, Vec::kMaxRows, /*preferred_rows=*/12, {
+#define BLOCKSCALE_FORMAT(type, dtype) run_linear<Vec, type>,
+#include "formats/formats.inc"
+#undef BLOCKSCALE_FORMAT
+    }};
+
+}  // namespace blockscale

@@ -1,0 +1,17 @@
+// fp32 kernels for AVX-512 with VBMI: Ice Lake, Zen 4 and later.
+#include "isa/vec_avx512_vbmi.h"
+
+namespace blockscale {
+namespace {
+using Vec = VecAvx512<TableDecoder>;
+}
+
+extern const KernelTable kernels_avx512_vbmi;
+constexpr KernelTable kernels_avx512_vbmi = {
+    /*bf16_x_only=*/false, Vec::kMaxRows, /*preferred_rows=*/12, {
+#define BLOCKSCALE_FORMAT(type, dtype) run_linear<Vec, type>,
+#include "formats/formats.inc"
+#undef BLOCKSCALE_FORMAT
+    }};
+
+}  // namespace blockscale

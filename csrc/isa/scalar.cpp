@@ -1,0 +1,14 @@
+// Kernels for any x86-64 CPU: the oracle in plain loops. Compiled with the baseline flags.
+#include "isa/vec_scalar.h"
+
+namespace blockscale {
+
+extern const KernelTable kernels_scalar;
+constexpr KernelTable kernels_scalar = {
+    /*bf16_x_only=*/false, VecScalar::kMaxRows, /*preferred_rows=*/4, {
+#define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecScalar, type>,
+#include "formats/formats.inc"
+#undef BLOCKSCALE_FORMAT
+    }};
+
+}  // namespace blockscale

@@ -1,0 +1,118 @@
+// The readable kernel: 16 columns as plain loops, no intrinsics. Every other vec_*.h does the same with registers.
+// Even and odd k have a chain each, which is the order of all fp32 kernels; an inexact product goes through a fused multiply-add.
+#pragma once
+
+#include "gemm/microkernel.h"
+
+namespace blockscale {
+namespace {
+
+struct VecScalar {
+  using X = float;
+  static constexpr int kXPerQuadRow = 4;
+  static constexpr int kMaxRows = 4;  // rows that share one decoding of the codes
+  static constexpr int kSideBySideRows = 0;
+  static constexpr int kTotalsPerRow = 32;
+  template <int MR>
+  static constexpr int parts() {
+    return 1;
+  }
+  template <int MR>
+  static constexpr int prefetch_bytes() {
+    return 2048;
+  }
+
+  struct Row {
+    float lane[16];
+  };
+  static Row load(const float* values) {
+    Row row;
+    for (int c = 0; c < 16; ++c) row.lane[c] = values[c];
+    return row;
+  }
+  static Row add(const Row& a, const Row& b) {
+    Row row;
+    for (int c = 0; c < 16; ++c) row.lane[c] = a.lane[c] + b.lane[c];
+    return row;
+  }
+  static void store(void* out, FloatType type, int64_t index, const Row& row) {
+    for (int c = 0; c < 16; ++c) store_float(out, type, index + c, row.lane[c]);
+  }
+
+  struct Scale {
+    float lane[16];
+    static Scale of_strip(float scale) {
+      Scale result;
+      for (int c = 0; c < 16; ++c) result.lane[c] = scale;
+      return result;
+    }
+    static Scale of_columns(const float* scales) {
+      Scale result;
+      for (int c = 0; c < 16; ++c) result.lane[c] = scales[c];
+      return result;
+    }
+  };
+
+  template <class F>
+  struct Decoder {
+    explicit Decoder(bool exact) : exact_products(exact) {}
+    static float value(uint8_t code) {
+      const uint32_t high = F::bf16_high(code & 127) | (code & 128);
+      return bits_float(high << 24 | static_cast<uint32_t>(F::bf16_low(code & 127)) << 16);
+    }
+    bool exact_products;
+  };
+
+  template <int MR>
+  struct Chains {
+    float sum[2][MR][16];  // even k, odd k
+    void clear() { __builtin_memset(sum, 0, sizeof(sum)); }
+
+    template <class D>
+    void step(const D& decoder, const uint8_t* codes, const float* x) {
+      for (int k = 0; k < 4; ++k) {
+        float weight[16];
+        for (int c = 0; c < 16; ++c) weight[c] = D::value(codes[16 * (c / 4) + 8 * (k / 2) + 2 * (c % 4) + k % 2]);
+        for (int m = 0; m < MR; ++m) {
+          float* chain = sum[k % 2][m];
+          const float xk = x[k * MR + m];
+          if (decoder.exact_products) {
+            for (int c = 0; c < 16; ++c) chain[c] += xk * weight[c];
+          } else {
+            for (int c = 0; c < 16; ++c) chain[c] = __builtin_fmaf(xk, weight[c], chain[c]);
+          }
+        }
+      }
+    }
+  };
+
+  template <int MR>
+  struct Totals {
+    float total[2][MR][16];
+    void clear() { __builtin_memset(total, 0, sizeof(total)); }
+    void load(const float* carry) { __builtin_memcpy(total, carry, sizeof(total)); }
+    void store(float* carry) const { __builtin_memcpy(carry, total, sizeof(total)); }
+    void fold(int, const Chains<MR>& chains, const Scale& scale) {
+      for (int parity = 0; parity < 2; ++parity) {
+        for (int m = 0; m < MR; ++m) {
+          for (int c = 0; c < 16; ++c) {
+            float& sum = total[parity][m][c];
+            sum = __builtin_fmaf(chains.sum[parity][m][c], scale.lane[c], sum);
+          }
+        }
+      }
+    }
+    Row row(int m) const { return add(VecScalar::load(total[0][m]), VecScalar::load(total[1][m])); }
+  };
+
+  static int64_t x_index(int k, int rows, int m) { return static_cast<int64_t>(k) * rows + m; }
+  static void widen(const void* x, FloatType type, int64_t index, int count, float* out) {
+    for (int i = 0; i < count; ++i) out[i] = load_float(x, type, index + i);
+  }
+  static bool pack_x(const LinearTask& task, int64_t row, int rows, const Unit* units, int unit_count, float* packed) {
+    return pack_x_as_float<VecScalar>(task, row, rows, units, unit_count, packed);
+  }
+};
+
+}  // namespace
+}  // namespace blockscale
