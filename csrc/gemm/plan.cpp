@@ -8,6 +8,11 @@
 
 namespace blockscale {
 
+// The tables of csrc/isa/<name>.cpp, for the rows of isa.inc that have kernels.
+#define BLOCKSCALE_TABLE_0(name) nullptr
+#define BLOCKSCALE_TABLE_1(name) &kernels_##name
+#define BLOCKSCALE_TABLE_OF(name, compiled) BLOCKSCALE_TABLE_(name, compiled)
+#define BLOCKSCALE_TABLE_(name, compiled) BLOCKSCALE_TABLE_##compiled(name)
 #define BLOCKSCALE_ISA(enumerator, name, compiled) extern const KernelTable kernels_##name;
 #include "isa/isa.inc"
 
@@ -24,21 +29,11 @@ constexpr int64_t kStripsPerThread = 4;
 }  // namespace
 
 const KernelTable* kernel_table(Isa isa) {
-  switch (isa) {
-    case Isa::kScalar:
-      return &kernels_scalar;
-    case Isa::kAvx2:
-      return &kernels_avx2;
-    case Isa::kAvx512:
-      return &kernels_avx512;
-    case Isa::kAvx512Vbmi:
-      return &kernels_avx512_vbmi;
-    case Isa::kAvx512Bf16:
-      return &kernels_avx512_bf16;
-    case Isa::kAmxBf16:
-      return nullptr;
-  }
-  return nullptr;
+  static constexpr const KernelTable* kTables[kIsaCount] = {
+#define BLOCKSCALE_ISA(enumerator, name, compiled) BLOCKSCALE_TABLE_OF(name, compiled),
+#include "isa/isa.inc"
+  };
+  return kTables[static_cast<int>(isa)];
 }
 
 Plan plan_linear(int64_t M, int64_t N, int64_t K, FloatType x_type, Isa active, int threads) {

@@ -1,0 +1,195 @@
+// Quantise and dequantise weights: see quantize.h. Rows are walked in chunks that fit L1, one pass to a plain fp32 buffer
+// (whatever the type and the strides), one over the buffer that the compiler can vectorise.
+#include "quant/quantize.h"
+
+#include <algorithm>
+
+#include "formats/fp8_e4m3.h"
+
+namespace blockscale {
+namespace {
+
+constexpr int64_t kChunk = 256;  // elements: 1 KiB of fp32, and few enough calls per row that their cost does not show
+
+constexpr uint32_t kInfinity = 0x7f800000u;
+
+// Round to nearest, no flushing of subnormals, for as long as it lives. Arithmetic under it belongs in a function of its own
+// that is not inlined: the compiler may move a floating-point operation over a write to MXCSR.
+class PlainArithmetic {
+ public:
+  PlainArithmetic() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80); }
+  ~PlainArithmetic() { __builtin_ia32_ldmxcsr(saved_); }
+  PlainArithmetic(const PlainArithmetic&) = delete;
+  PlainArithmetic& operator=(const PlainArithmetic&) = delete;
+
+ private:
+  uint32_t saved_;
+};
+
+void load_chunk(const void* data, FloatType type, int64_t offset, int64_t stride, int64_t count, float* values) {
+  if (type == FloatType::kF32) {
+    const float* source = static_cast<const float*>(data) + offset;
+    for (int64_t i = 0; i < count; ++i) values[i] = source[i * stride];
+    return;
+  }
+  const uint16_t* source = static_cast<const uint16_t*>(data) + offset;
+  if (type == FloatType::kBf16) {
+    for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(source[i * stride]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) values[i] = fp16_to_float(source[i * stride]);
+  }
+}
+
+// The bits of the largest magnitude, `so_far` included. As integers magnitudes compare like floats, and a NaN is above Inf.
+uint32_t largest_magnitude(const float* values, int64_t count, uint32_t so_far) {
+  int32_t largest = static_cast<int32_t>(so_far);
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = static_cast<int32_t>(float_bits(values[i]) & 0x7fffffffu);
+    const int32_t number = magnitude > static_cast<int32_t>(kInfinity) ? 0 : magnitude;
+    largest = number > largest ? number : largest;
+  }
+  return static_cast<uint32_t>(largest);
+}
+
+float scale_of(uint32_t amax) {
+  if (amax == 0) return 1.0f;
+  const float scale = bits_float(amax) / Fp8E4m3::kMax;
+  return std::max(scale, bits_float(0x00800000u));  // 2^-126, the smallest normal: w / scale then never overflows
+}
+
+struct Weight {
+  const void* data;
+  FloatType type;
+  int64_t stride_n, stride_k;
+
+  void load(int64_t n, int64_t k, int64_t count, float* values) const {
+    load_chunk(data, type, n * stride_n + k * stride_k, stride_k, count, values);
+  }
+};
+
+// Rows [n0, n1), columns [k0, k1): one block. False if it holds an infinity.
+__attribute__((noinline)) bool quantize_block(const Weight& weight, int64_t n0, int64_t n1, int64_t k0, int64_t k1,
+                                              int64_t K, uint8_t* codes, float* scale_out) {
+  float values[kChunk];
+  uint32_t amax = 0;
+  for (int64_t n = n0; n < n1; ++n) {
+    for (int64_t k = k0; k < k1; k += kChunk) {
+      const int64_t count = std::min(kChunk, k1 - k);
+      weight.load(n, k, count, values);
+      amax = largest_magnitude(values, count, amax);
+    }
+  }
+  if (amax == kInfinity) return false;
+  const float scale = scale_of(amax);
+  *scale_out = scale;
+  for (int64_t n = n0; n < n1; ++n) {
+    for (int64_t k = k0; k < k1; k += kChunk) {
+      const int64_t count = std::min(kChunk, k1 - k);
+      weight.load(n, k, count, values);
+      uint8_t* out = codes + n * K + k;
+      for (int64_t i = 0; i < count; ++i) out[i] = Fp8E4m3::from_float(values[i] / scale);
+    }
+  }
+  return true;
+}
+
+struct DecodeTable {
+  uint16_t bf16[256];
+};
+
+constexpr DecodeTable decode_table() {
+  DecodeTable table{};
+  for (int code = 0; code < 256; ++code) table.bf16[code] = e4m3_bf16_bits(static_cast<uint8_t>(code));
+  return table;
+}
+constexpr DecodeTable kDecode = decode_table();
+
+// The fp32 number next to `product` toward zero, its last bit set if anything was cut off. That bit keeps a following rounding
+// to nearest 16 bits (8 or 11 significant of fp32's 24) from mistaking a value beside a tie for the tie.
+inline float round_to_odd(double product) {
+  const float nearest = static_cast<float>(product);
+  const double back = static_cast<double>(nearest);
+  const uint32_t away = (back > product) != (product < 0.0) && back != product;  // nearest lies farther from zero
+  const uint32_t inexact = back != product;
+  return bits_float((float_bits(nearest) - away) | inexact);
+}
+
+// out_type as a template parameter: the loops then hold no branch on it.
+template <FloatType Type>
+__attribute__((noinline)) void dequantize_row(const uint8_t* codes, int64_t stride_k, int64_t K, const float* scales,
+                                              int64_t scale_stride, int64_t block_k, void* out, int64_t out_offset) {
+  float values[kChunk], scale_of_value[kChunk];
+  const float* scale = scales;
+  int64_t left = block_k;  // columns of the current block still to come
+  for (int64_t k = 0; k < K; k += kChunk) {
+    const int64_t count = std::min(kChunk, K - k);
+    for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(kDecode.bf16[codes[(k + i) * stride_k]]);
+    for (int64_t i = 0; i < count;) {
+      if (left == 0) {
+        scale += scale_stride;
+        left = block_k;
+      }
+      const int64_t run = std::min(left, count - i);
+      std::fill_n(scale_of_value + i, run, *scale);
+      i += run;
+      left -= run;
+    }
+    if constexpr (Type == FloatType::kF32) {
+      float* row = static_cast<float*>(out) + out_offset + k;
+      for (int64_t i = 0; i < count; ++i) row[i] = values[i] * scale_of_value[i];
+    } else {
+      // 4 significant bits times 24: exact in double.
+      uint16_t* row = static_cast<uint16_t*>(out) + out_offset + k;
+      for (int64_t i = 0; i < count; ++i) {
+        const float odd = round_to_odd(static_cast<double>(values[i]) * static_cast<double>(scale_of_value[i]));
+        row[i] = Type == FloatType::kBf16 ? float_to_bf16(odd) : float_to_fp16(odd);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+bool quantize_block_rows(const void* weight, FloatType type, int64_t N, int64_t K, int64_t stride_n, int64_t stride_k,
+                         int64_t block_n, int64_t block_k, int64_t begin, int64_t end, uint8_t* codes, float* scales,
+                         int64_t* bad_block) {
+  const PlainArithmetic plain;
+  const Weight source{weight, type, stride_n, stride_k};
+  const int64_t columns = K / block_k + (K % block_k != 0);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t n0 = row * block_n;
+    const int64_t n1 = n0 + std::min(block_n, N - n0);
+    for (int64_t column = 0; column < columns; ++column) {
+      const int64_t k0 = column * block_k;
+      const int64_t k1 = k0 + std::min(block_k, K - k0);
+      const int64_t block = row * columns + column;
+      if (!quantize_block(source, n0, n1, k0, k1, K, codes, scales + block)) {
+        *bad_block = block;
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+void dequantize_rows(const uint8_t* codes, int64_t stride_n, int64_t stride_k, int64_t N, int64_t K,
+                     const ScaleGrid& scales, int64_t begin, int64_t end, void* out, FloatType out_type) {
+  const PlainArithmetic plain;
+  for (int64_t n = begin; n < std::min(end, N); ++n) {
+    const uint8_t* row = codes + n * stride_n;
+    const float* row_scales = scales.data + n / scales.block_n * scales.stride_n;
+    switch (out_type) {
+      case FloatType::kF32:
+        dequantize_row<FloatType::kF32>(row, stride_k, K, row_scales, scales.stride_k, scales.block_k, out, n * K);
+        break;
+      case FloatType::kBf16:
+        dequantize_row<FloatType::kBf16>(row, stride_k, K, row_scales, scales.stride_k, scales.block_k, out, n * K);
+        break;
+      case FloatType::kF16:
+        dequantize_row<FloatType::kF16>(row, stride_k, K, row_scales, scales.stride_k, scales.block_k, out, n * K);
+        break;
+    }
+  }
+}
+
+}  // namespace blockscale
