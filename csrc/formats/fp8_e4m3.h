@@ -50,6 +50,19 @@ constexpr ByteTable<128> e4m3_bf16_bytes(int shift) {
 constexpr ByteTable<128> kE4m3Bf16Low = e4m3_bf16_bytes(0);
 constexpr ByteTable<128> kE4m3Bf16High = e4m3_bf16_bytes(8);
 
+// The fp32 bits of all 256 codes, for the kernel without vector registers.
+struct E4m3Floats {
+  alignas(64) uint32_t bits[256];
+};
+constexpr E4m3Floats e4m3_floats() {
+  E4m3Floats table{};
+  for (int code = 0; code < 256; ++code) {
+    table.bits[code] = static_cast<uint32_t>(e4m3_bf16_bits(static_cast<uint8_t>(code))) << 16;
+  }
+  return table;
+}
+constexpr E4m3Floats kE4m3Floats = e4m3_floats();
+
 // The same bytes as 16-entry tables for CPUs whose byte shuffle looks up 4 bits (AVX-512 without VBMI).
 // A code below 16 is looked up by its low nibble; from 16 on the bf16 value follows from the code by shifts:
 //   bits = (code << 4) + 0x3c00, so the low byte is code << 4 and the high byte is 0x3c + (code >> 4).
@@ -76,11 +89,9 @@ struct Fp8E4m3 {
   // What kernels look up: the bf16 bytes of a code without its sign.
   static const uint8_t* bf16_low_table() { return kE4m3Bf16Low.bytes; }
   static const uint8_t* bf16_high_table() { return kE4m3Bf16High.bytes; }
-  static uint8_t bf16_low(int magnitude) { return kE4m3Bf16Low.bytes[magnitude]; }
-  static uint8_t bf16_high(int magnitude) { return kE4m3Bf16High.bytes[magnitude]; }
   static const E4m3NibbleTables& nibble_tables() { return kE4m3Nibbles; }
 
-  static float to_float(uint8_t code) { return bf16_to_float(e4m3_bf16_bits(code)); }
+  static float to_float(uint8_t code) { return bits_float(kE4m3Floats.bits[code]); }
 
   // Nearest code, ties to the even code, saturating: beyond 448 (infinities too) gives 448. NaN gives the NaN code.
   static uint8_t from_float(float value) {

@@ -5,7 +5,7 @@ namespace blockscale {
 
 extern const KernelTable kernels_scalar;
 constexpr KernelTable kernels_scalar = {
-    /*bf16_x_only=*/false, VecScalar::kMaxRows, /*preferred_rows=*/4, {
+    /*bf16_x_only=*/false, VecScalar::kMaxRows, /*preferred_rows=*/8, {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecScalar, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT
