@@ -108,7 +108,8 @@ void Check::scales(const char* name, const Tensor& scales, const Tensor& weight,
 }
 
 void Check::bias(const Tensor& bias, int64_t N) const {
-  float_dtype("bias", bias.scalar_type());
+  const ScalarType type = bias.scalar_type();
+  if (!is_float(type)) fail("`bias` of dtype float32, bfloat16 or float16", dtype_name(type));
   if (bias.dim() != 1 || bias.size(0) != N) {
     fail("`bias` of shape [N] = [" + std::to_string(N) + "]", list_text(bias.sizes()));
   }
