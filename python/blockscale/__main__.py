@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report, status = options.run(options)
     except (ImportError, NotImplementedError, OSError, ValueError) as error:
-        print(f"blockscale: {error}", file=sys.stderr)
+        sentence = " ".join(str(error).split()).removeprefix("blockscale: ")
+        print(f"blockscale: {sentence}", file=sys.stderr)
         return 1
     print(json.dumps(report, indent=2) if options.json else "\n".join(options.text(report)))
     return status

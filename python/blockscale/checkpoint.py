@@ -94,7 +94,8 @@ def quantize_checkpoint(
         record = _open_record(checkpoint, destination, block_size, ignore)
         layouts = {path: _layout(checkpoint, path, converted, block_size) for path in checkpoint.paths}
         todo = [path for path in checkpoint.paths if not _is_done(record, destination / path.name)]
-        with _progress_bar(sum(path.stat().st_size for path in todo), progress) as bar:
+        total = sum(info.nbytes for name, info in checkpoint.tensors.items() if checkpoint.files[name] in todo)
+        with _progress_bar(total, progress) as bar:
             for path in todo:
                 tensors = _quantized(checkpoint, path, converted, block_size, bar)
                 write_shard(destination / path.name, layouts[path], tensors, checkpoint.metadata[path])

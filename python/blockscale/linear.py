@@ -152,10 +152,10 @@ class BlockScaledLinear(nn.Module):
             ValueError: ``x`` has a wrong dtype or last dimension, or lies on another device than the layer.
             NotImplementedError: ``x`` or the layer lies on a device without a kernel.
         """
-        for device in (x.device, self.weight.device):
-            if device.type not in ("cpu", "meta"):
-                raise NotImplementedError(f"BlockScaledLinear: expected the layer and `x` on cpu, got {device}")
-        return ops.fp8_scaled_mm_cpu(x, self.weight, self.weight_scale_inv, self.block_size, self.bias)
+        weight = self.weight
+        if not (x.is_cpu and weight.is_cpu):
+            _check_has_kernel(x.device, weight.device)
+        return ops.fp8_scaled_mm_cpu(x, weight, self.weight_scale_inv, self.block_size, self.bias)
 
     def extra_repr(self) -> str:
         return (
@@ -247,6 +247,12 @@ def _on_cpu(op: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     if tensor.device.type in ("cpu", "meta"):
         return op(tensor)
     return op(tensor.cpu()).to(tensor.device)
+
+
+def _check_has_kernel(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            raise NotImplementedError(f"BlockScaledLinear: expected the layer and `x` on cpu, got {device}")
 
 
 def _pack(codes: Tensor) -> Tensor:
