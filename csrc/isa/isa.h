@@ -1,6 +1,6 @@
 // Which instruction sets this process can use, and why not the others.
-// Detection is a pure function of the CPU's identification words, so that any recorded CPU can be tested on any machine.
-// The kernels themselves are in csrc/isa/<name>.cpp; this file and isa.cpp are baseline code and include no intrinsics.
+// Detection is a pure function of the CPU's identification words: any recorded CPU can be tested on any machine.
+// The kernels are in csrc/isa/<name>.cpp; this file and isa.cpp are baseline code without intrinsics.
 #pragma once
 
 #include <stdint.h>
@@ -25,21 +25,21 @@ constexpr int kIsaCount = 0
 // The spelling of the environment variable, JSON, tables and tests: "avx512_vbmi".
 const char* isa_name(Isa isa);
 
-// The inverse. Throws std::invalid_argument listing the names; the sentence speaks of BLOCKSCALE_MAX_ISA, where names come from.
+// The inverse, for the value of BLOCKSCALE_MAX_ISA: throws std::invalid_argument with the list of names.
 Isa parse_isa(const char* name);
 
-// What a CPU, its hypervisor and its operating system say about themselves. A leaf beyond the CPU's highest is all zero.
+// What a CPU, its hypervisor and its operating system say about themselves. A leaf the CPU does not have is zero.
 struct CpuWords {
   uint32_t leaf1_ecx = 0;
   uint32_t leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0;
-  uint32_t leaf7_1_eax = 0;                                 // leaf 7, subleaf 1
+  uint32_t leaf7_1_eax = 0;                                       // leaf 7, subleaf 1
   uint32_t leaf1d_1_eax = 0, leaf1d_1_ebx = 0, leaf1d_1_ecx = 0;  // leaf 0x1D, subleaf 1: AMX palette 1
-  uint64_t xcr0 = 0;                                        // 0 where XGETBV is not enabled
+  uint64_t xcr0 = 0;                                              // 0 where XGETBV is not enabled
   int tile_permission = -1;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA): 0 granted, an errno, -1 not asked
 };
 
-// Reads them from this machine. Asks for the tile permission only where everything else speaks for AMX and the library has
-// kernels for it, because being granted it makes the process's signal frames larger for good.
+// Reads them from this machine. Asks for the tile permission only where everything else speaks for AMX and the
+// library has kernels for it, because being granted it makes the process's signal frames larger for good.
 CpuWords read_cpu_words();
 
 struct IsaStatus {
@@ -52,7 +52,7 @@ struct IsaStatus {
 // What the CPU or the operating system lacks for `isa`, empty if nothing. Knows no cap, nor what is compiled.
 std::string missing_for(const CpuWords& words, Isa isa);
 
-// The state of every ISA: usable = compiled, nothing missing, not above `cap`. The first of these that fails is the reason.
+// The state of every ISA: usable = compiled, nothing missing, not above `cap`; the first that fails is the reason.
 std::array<IsaStatus, kIsaCount> detect(const CpuWords& words, std::optional<Isa> cap);
 
 struct IsaReport {

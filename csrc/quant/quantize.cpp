@@ -1,5 +1,5 @@
-// Quantise and dequantise weights: see quantize.h. Rows are walked in chunks that fit L1, one pass to a plain fp32 buffer
-// (whatever the type and the strides), one over the buffer that the compiler can vectorise.
+// Quantise and dequantise weights: see quantize.h. Rows are walked in chunks that fit L1: one pass to a plain fp32
+// buffer, whatever the type and the strides, and one over the buffer, which the compiler can vectorise.
 #include "quant/quantize.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@ constexpr int64_t kChunk = 256;  // elements: 1 KiB of fp32, and few enough call
 
 constexpr uint32_t kInfinity = 0x7f800000u;
 
-// Round to nearest, no flushing of subnormals, for as long as it lives. Arithmetic under it belongs in a function of its own
-// that is not inlined: the compiler may move a floating-point operation over a write to MXCSR.
+// Round to nearest, no flushing of subnormals, for as long as it lives. Arithmetic under it belongs in a function of
+// its own that is not inlined: the compiler may move a floating-point operation over a write to MXCSR.
 class PlainArithmetic {
  public:
   PlainArithmetic() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80); }
@@ -40,7 +40,7 @@ void load_chunk(const void* data, FloatType type, int64_t offset, int64_t stride
   }
 }
 
-// The bits of the largest magnitude, `so_far` included. As integers magnitudes compare like floats, and a NaN is above Inf.
+// The bits of the largest magnitude, `so_far` included. Magnitudes compare as integers; a NaN is above Inf.
 uint32_t largest_magnitude(const float* values, int64_t count, uint32_t so_far) {
   int32_t largest = static_cast<int32_t>(so_far);
   for (int64_t i = 0; i < count; ++i) {
@@ -104,8 +104,8 @@ constexpr DecodeTable decode_table() {
 }
 constexpr DecodeTable kDecode = decode_table();
 
-// The fp32 number next to `product` toward zero, its last bit set if anything was cut off. That bit keeps a following rounding
-// to nearest 16 bits (8 or 11 significant of fp32's 24) from mistaking a value beside a tie for the tie.
+// The fp32 number next to `product` toward zero, its last bit set if anything was cut off. That bit keeps a following
+// rounding to 16 bits (8 or 11 significant of fp32's 24) from mistaking a value beside a tie for the tie.
 inline float round_to_odd(double product) {
   const float nearest = static_cast<float>(product);
   const double back = static_cast<double>(nearest);
