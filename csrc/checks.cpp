@@ -101,8 +101,8 @@ void Check::scales(const char* name, const Tensor& scales, const Tensor& weight,
   grid.push_back(ceil_div(weight.size(dim - 1), block[1]));
   const auto sizes = scales.sizes();
   if (std::vector<int64_t>(sizes.begin(), sizes.end()) != grid) {
-    fail(quoted(name) + " of shape [" + (dim == 3 ? "E, " : "") + "ceil(N/block_n), ceil(K/block_k)] = " +
-             list_text(grid),
+    fail(quoted(name) + " of shape [" + (dim == 3 ? "E, " : "") +
+             "ceil(N/block_n), ceil(K/block_k)] = " + list_text(grid),
          list_text(sizes));
   }
 }

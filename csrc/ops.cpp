@@ -1,5 +1,6 @@
-// The torch ops of namespace `blockscale`: schemas, checks, allocation and the thread pool. What computes is torch-free, below gemm/, isa/ and quant/.
-// Only torch's stable ABI (target 2.11) is used, so one shared object serves every torch from 2.11 on.
+// The torch ops of namespace `blockscale`: schemas, checks, allocation and the thread pool. What computes is
+// torch-free, below gemm/, isa/ and quant/. Only torch's stable ABI (target 2.11) is used, so one shared object serves
+// every torch from 2.11 on.
 #include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -50,8 +51,7 @@ void parallel_for(int64_t count, int64_t grain, void (*body)(int64_t, int64_t, v
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   parallel_for(
-      count, grain,
-      [](int64_t begin, int64_t end, void* context) { (*static_cast<const Body*>(context))(begin, end); },
+      count, grain, [](int64_t begin, int64_t end, void* context) { (*static_cast<const Body*>(context))(begin, end); },
       const_cast<Body*>(&body));
 }
 
@@ -64,7 +64,9 @@ void advise_huge_pages(void* data, int64_t bytes) {
 }
 
 // A thread's share of byte-moving work is worth waking it from about 64 KiB on.
-int64_t rows_per_task(int64_t bytes_per_row) { return std::max<int64_t>(1, (64 << 10) / std::max<int64_t>(1, bytes_per_row)); }
+int64_t rows_per_task(int64_t bytes_per_row) {
+  return std::max<int64_t>(1, (64 << 10) / std::max<int64_t>(1, bytes_per_row));
+}
 
 // A weight [N, K] or [E, N, K] as E matrices.
 struct Matrices {
@@ -342,11 +344,11 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
   m.def("convert_weight_packed(Tensor weight) -> Tensor");
   m.def("unpack_weight(Tensor packed) -> Tensor");
   m.def(
-      "fp8_scaled_mm_cpu(Tensor mat1, Tensor mat2, Tensor scales2, int[] block_size, Tensor? bias, ScalarType out_dtype, "
+      "fp8_scaled_mm_cpu(Tensor mat1, Tensor mat2, Tensor scales2, int[] block_size, Tensor? bias, ScalarType "
+      "out_dtype, "
       "bool is_vnni) -> Tensor");
   m.def("quantize_weight_block_fp8(Tensor weight, int[] block_size) -> (Tensor, Tensor)");
-  m.def(
-      "dequantize_weight_block_fp8(Tensor weight, Tensor scales, int[] block_size, ScalarType out_dtype) -> Tensor");
+  m.def("dequantize_weight_block_fp8(Tensor weight, Tensor scales, int[] block_size, ScalarType out_dtype) -> Tensor");
   m.def("isa_info() -> str");
 }
 

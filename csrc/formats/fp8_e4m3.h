@@ -6,9 +6,9 @@
 //   0x08 .. 0x7e       e         m          (1 + m/8) * 2^(e-7)          (largest: 0x7e = 448)
 //   0x7f               15        7          NaN                          (and 0xff)
 //
-// Every value is exact in bf16 (3 mantissa bits of 7, exponents -9 .. 8). The kernels look bf16 bytes up in the tables below;
-// all of them are computed from the definition above at compile time.
-// Included by csrc/isa/*.cpp: only <stdint.h> and our own; everything in an anonymous namespace.
+// Every value is exact in bf16 (3 mantissa bits of 7, exponents -9 .. 8). The kernels look bf16 bytes up in the tables
+// below; all of them are computed from the definition above at compile time. Included by csrc/isa/*.cpp: only
+// <stdint.h> and our own; everything in an anonymous namespace.
 #pragma once
 
 #include <stdint.h>
@@ -67,7 +67,7 @@ constexpr E4m3Floats kE4m3Floats = e4m3_floats();
 // A code below 16 is looked up by its low nibble; from 16 on the bf16 value follows from the code by shifts:
 //   bits = (code << 4) + 0x3c00, so the low byte is code << 4 and the high byte is 0x3c + (code >> 4).
 struct E4m3NibbleTables {
-  alignas(16) uint8_t sign_high[16];  // [code >> 4]: sign, and the high byte of codes from 16 on
+  alignas(16) uint8_t sign_high[16];   // [code >> 4]: sign, and the high byte of codes from 16 on
   alignas(16) uint8_t small_high[16];  // [code & 15]: the high byte of codes below 16
   alignas(16) uint8_t small_low[16];   // [code & 15]: their low byte, XOR code << 4
 };
@@ -101,7 +101,8 @@ struct Fp8E4m3 {
     if (magnitude > 0x7f800000u) return static_cast<uint8_t>(sign | 0x7fu);
     if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);  // 448 and above
     if (magnitude < 0x3c800000u) {
-      // Below 2^-6 codes are multiples of 2^-9. Adding 2^14 (whose last bit is 2^-9) lets the adder round to nearest even.
+      // Below 2^-6 codes are multiples of 2^-9. Adding 2^14 (whose last bit is 2^-9) lets the adder round to nearest
+      // even.
       const float shifted = bits_float(magnitude) + 16384.0f;
       return static_cast<uint8_t>(sign | (float_bits(shifted) & 0xfu));
     }

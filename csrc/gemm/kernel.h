@@ -11,7 +11,8 @@ namespace blockscale {
 constexpr int kStripColumns = 16;  // packed columns that one 64-byte chunk of 4 k holds
 constexpr int kUnitK = 128;        // longest run of k that is summed before its scale is applied
 
-// Scratch of one kernel call, in bytes. The largest part is packed x: 512 KiB leaves half of a 1 MiB L2 to the weight stream.
+// Scratch of one kernel call, in bytes. The largest part is packed x: 512 KiB leaves half of a 1 MiB L2 to the weight
+// stream.
 constexpr int64_t kPackedXBytes = 512 << 10;
 constexpr int64_t kCarryBytes = 256 << 10;
 constexpr int kMaxUnits = 2048;
@@ -56,9 +57,10 @@ struct LinearTask {
 using LinearKernel = void (*)(const LinearTask& task);
 
 struct KernelTable {
-  bool bf16_x_only;     // the kernel multiplies bf16 pairs; fp16 and fp32 x take the next lower ISA
-  int max_rows;         // largest rows_per_block; M up to this is one block
-  int preferred_rows;   // rows_per_block above that
+  bool bf16_x_only;    // the kernel multiplies bf16 pairs; fp16 and fp32 x take the next lower ISA
+  int max_rows;        // largest rows_per_block; M up to this is one block
+  int preferred_rows;  // larger M is cut into equal blocks of at most this
+  int row_granule;     // and each a multiple of this
   LinearKernel linear[static_cast<int>(WeightFormat::kCount)];
 };
 

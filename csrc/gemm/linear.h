@@ -1,4 +1,5 @@
-// The driver of fp8_scaled_mm: out = x * dequant(weight)^T + bias over any parallel_for. Torch-free; ops.cpp has made the checks.
+// The driver of fp8_scaled_mm: out = x * dequant(weight)^T + bias over any parallel_for. Torch-free; ops.cpp has made
+// the checks.
 #pragma once
 
 #include <array>

@@ -1,14 +1,20 @@
-// The GEMM of one task, once for every ISA: cuts K into units, packs x, walks strips and row blocks, applies scales and bias.
+// The GEMM of one task, once for every ISA: cuts K into units, packs x, walks strips and row blocks, applies scales
+// and bias. An ISA supplies `V` (csrc/isa/vec_*.h): how 64 codes are decoded, multiplied and summed, and how 16 results
+// are stored.
 //
-// An ISA supplies `V` (csrc/isa/vec_*.h): how 64 codes are decoded, multiplied and summed, and how 16 results are stored.
-// Order of arithmetic, the same for every M, row position and split of the work, so the bits of a row depend on the ISA alone:
-//   chain = sum over the k of one unit, in k order, from zero          (one chain, or one for even and one for odd k: V decides)
-//   total = fma(chain, scale, total)                                   in unit order, from zero
-//   out   = round(total + bias)                                        one rounding to the output type
-// A unit is a run of at most 128 k inside one scale block. Small row blocks take two units side by side, whose chains are independent.
+// A unit is a run of at most 128 k inside one scale block. The order of arithmetic is the same for every M, row
+// position and split of the work, so the bits of a row depend on the ISA alone:
+//
+//   chain = sum over the k of one unit, in k order, from zero    one chain, or one each for even and odd k
+//   total = fma(chain, scale, total)                             in unit order, from zero
+//   out   = round(total + bias)                                  one rounding to the output type
+//
+// Small row blocks take two units side by side, whose chains are independent.
 //
 // Instantiated only with `V` in an anonymous namespace, so nothing here becomes a weak symbol.
 #pragma once
+
+#include <stddef.h>
 
 #include "gemm/kernel.h"
 
@@ -36,14 +42,14 @@ struct StripJob {
   const LinearTask* task;
   const Unit* units;
   int unit_count;
-  const X* x;      // packed x of this row block
+  const X* x;  // packed x of this row block
   bool exact_products;
   int64_t strip;
-  int columns;     // 16, or fewer in a ragged last strip
-  int64_t row;     // first row of the block
-  float* carry;    // totals between k chunks
-  bool first;      // totals start at zero
-  bool last;       // write the output, not the carry
+  int columns;   // 16, or fewer in a ragged last strip
+  int64_t row;   // first row of the block
+  float* carry;  // totals between k chunks
+  bool first;    // totals start at zero
+  bool last;     // write the output, not the carry
   uint8_t* staged;
 
   // Scales of the strip: one for all columns, 16 adjacent ones, or one offset per column.
@@ -56,9 +62,16 @@ struct StripJob {
   float bias_lanes[kStripColumns];
 };
 
+// Chunks of the packed stream that hold k_begin .. k_end-1, counting those shared with a neighbour.
+struct TouchedQuads {
+  BLOCKSCALE_INLINE int64_t operator()(int64_t k_begin, int64_t k_end) const { return (k_end + 3) / 4 - k_begin / 4; }
+};
+
 // Fills `units` from k_begin on until K ends or a limit is reached; returns the k after the last unit.
-BLOCKSCALE_INLINE int64_t cut_units(const LinearTask& task, int64_t k_begin, int64_t x_bytes_per_quad, Unit* units,
-                                    int* unit_count, int64_t* x_quads) {
+// quads_of(k_begin, k_end) is the number of 4-k chunks that packed x spends on a unit.
+template <class QuadsOf>
+BLOCKSCALE_INLINE int64_t cut_units(const LinearTask& task, int64_t k_begin, int64_t x_bytes_per_quad, QuadsOf quads_of,
+                                    Unit* units, int* unit_count, int64_t* x_quads) {
   int64_t k = k_begin;
   int64_t quads = 0;
   int count = 0;
@@ -67,7 +80,7 @@ BLOCKSCALE_INLINE int64_t cut_units(const LinearTask& task, int64_t k_begin, int
     int64_t end = (block + 1) * task.block_k;
     if (end > task.K) end = task.K;
     if (end > k + kUnitK) end = k + kUnitK;
-    const int64_t unit_quads = (end + 3) / 4 - k / 4;
+    const int64_t unit_quads = quads_of(k, end);
     if (count > 0 && (quads + unit_quads) * x_bytes_per_quad > kPackedXBytes) break;
     units[count] = Unit{k,
                         block * task.scale_stride_k,
@@ -84,31 +97,35 @@ BLOCKSCALE_INLINE int64_t cut_units(const LinearTask& task, int64_t k_begin, int
   return k;
 }
 
-// Copies a unit's codes into full 64-byte chunks; columns and k outside the strip and the unit become zero codes.
-inline void stage_codes(const LinearTask& task, int64_t strip, int columns, const Unit& unit, uint8_t* staged) {
+// Copies a unit's codes into full 64-byte chunks, the first of which starts at k = origin; columns and k outside the
+// strip and the unit become zero codes.
+inline void stage_codes(const LinearTask& task, int64_t strip, int columns, const Unit& unit, int64_t origin,
+                        uint8_t* staged) {
   const uint8_t* strip_codes = task.weight + strip * kStripColumns * task.K;
   const int64_t unit_end = unit.k_begin + unit.depth;
-  for (int64_t quad = unit.k_begin / 4; 4 * quad < unit_end; ++quad, staged += 64) {
+  __builtin_memset(staged, 0, static_cast<size_t>((unit_end - origin + 3) / 4) * 64);
+  for (int64_t quad = unit.k_begin / 4; 4 * quad < unit_end; ++quad) {
     const int64_t depth = task.K - 4 * quad < 4 ? task.K - 4 * quad : 4;
     const uint8_t* in = strip_codes + quad * 4 * columns;
-    __builtin_memset(staged, 0, 64);
-    if (4 * quad < unit.k_begin || 4 * quad + 4 > unit_end) {
+    if (4 * quad < unit.k_begin || 4 * quad + 4 > unit_end || (4 * quad - origin) % 4 != 0) {
       for (int lane = 0; lane < columns; lane += 4) {
         for (int pair = 0; pair < depth; pair += 2) {
           for (int c = lane; c < columns && c < lane + 4; ++c) {
             for (int j = 0; j < 2 && pair + j < depth; ++j, ++in) {
-              const int64_t k = 4 * quad + pair + j;
-              if (k >= unit.k_begin && k < unit_end) staged[4 * lane + 4 * pair + 2 * (c - lane) + j] = *in;
+              const int64_t k = 4 * quad + pair + j - origin;
+              if (4 * quad + pair + j < unit.k_begin || 4 * quad + pair + j >= unit_end) continue;
+              staged[k / 4 * 64 + 4 * lane + k % 4 / 2 * 8 + 2 * (c - lane) + k % 2] = *in;
             }
           }
         }
       }
     } else {
+      uint8_t* out = staged + (4 * quad - origin) * kStripColumns;
       const int full = columns / 4 * 16;
-      __builtin_memcpy(staged, in, full);
+      __builtin_memcpy(out, in, full);
       const int rest = 2 * (columns % 4);
-      __builtin_memcpy(staged + full, in + full, rest);
-      __builtin_memcpy(staged + full + 8, in + full + rest, rest);
+      __builtin_memcpy(out + full, in + full, rest);
+      __builtin_memcpy(out + full + 8, in + full + rest, rest);
     }
   }
 }
@@ -119,7 +136,7 @@ BLOCKSCALE_INLINE const uint8_t* unit_codes(const StripJob<X>& job, const Unit& 
     return job.task->weight + job.strip * kStripColumns * job.task->K + unit.k_begin * kStripColumns;
   }
   uint8_t* staged = job.staged + slot * (kStagedBytes / 2);
-  stage_codes(*job.task, job.strip, job.columns, unit, staged);
+  stage_codes(*job.task, job.strip, job.columns, unit, unit.k_begin / 4 * 4, staged);
   return staged;
 }
 
@@ -130,6 +147,21 @@ BLOCKSCALE_INLINE typename V::Scale unit_scale(const StripJob<X>& job, const Uni
   if (job.adjacent) return V::Scale::of_columns(scales);
   for (int c = 0; c < kStripColumns; ++c) lanes[c] = scales[job.scale_lanes[c]];
   return V::Scale::of_columns(lanes);
+}
+
+// Adds the bias and stores row m of the job's block.
+template <class V, class X>
+BLOCKSCALE_INLINE void finish_row(const StripJob<X>& job, int m, typename V::Row row) {
+  const LinearTask& task = *job.task;
+  if (job.bias) row = V::add(row, V::load(job.bias));
+  const int64_t index = (job.row + m) * task.out_stride + job.strip * kStripColumns;
+  if (job.columns == kStripColumns) {
+    V::store(task.out, task.out_type, index, row);
+  } else {
+    alignas(64) float lanes[kStripColumns];
+    V::store(lanes, FloatType::kF32, 0, row);
+    for (int c = 0; c < job.columns; ++c) store_float(task.out, task.out_type, index + c, lanes[c]);
+  }
 }
 
 // MR rows x one strip x the job's units.
@@ -193,18 +225,7 @@ void multiply_strip(const StripJob<typename V::X>& job) {
     totals.store(job.carry);
     return;
   }
-  const LinearTask& task = *job.task;
-  for (int m = 0; m < MR; ++m) {
-    typename V::Row row = totals.row(m);
-    if (job.bias) row = V::add(row, V::load(job.bias));
-    const int64_t index = (job.row + m) * task.out_stride + job.strip * kStripColumns;
-    if (job.columns == kStripColumns) {
-      V::store(task.out, task.out_type, index, row);
-    } else {
-      V::store(lanes, FloatType::kF32, 0, row);
-      for (int c = 0; c < job.columns; ++c) store_float(task.out, task.out_type, index + c, lanes[0][c]);
-    }
-  }
+  for (int m = 0; m < MR; ++m) finish_row<V>(job, m, totals.row(m));
 }
 
 template <class V, class F, int MR>
@@ -252,7 +273,7 @@ void run_linear(const LinearTask& task) {
 
   const int64_t block_rows = task.rows_per_block;
   int64_t quads = 0;
-  int64_t k_end = cut_units(task, 0, block_rows * kXBytes, units, &job.unit_count, &quads);
+  int64_t k_end = cut_units(task, 0, block_rows * kXBytes, TouchedQuads(), units, &job.unit_count, &quads);
   if (k_end == task.K) {
     job.first = job.last = true;
     const int64_t block_bytes = quads * block_rows * kXBytes;
@@ -263,8 +284,8 @@ void run_linear(const LinearTask& task) {
       job.exact_products = true;
       for (int64_t row = chunk; row < chunk_end; row += block_rows) {
         const int rows = static_cast<int>(chunk_end - row < block_rows ? chunk_end - row : block_rows);
-        job.exact_products &= V::pack_x(task, row, rows, units, job.unit_count,
-                                        packed_x + (row - chunk) * quads * V::kXPerQuadRow);
+        job.exact_products &=
+            V::pack_x(task, row, rows, units, job.unit_count, packed_x + (row - chunk) * quads * V::kXPerQuadRow);
       }
       for (int64_t strip = task.strip_begin; strip < task.strip_end; ++strip) {
         enter_strip(task, strip, &job);
@@ -289,7 +310,7 @@ void run_linear(const LinearTask& task) {
     for (int64_t group = task.strip_begin; group < task.strip_end; group += group_strips) {
       const int64_t group_end = group + group_strips < task.strip_end ? group + group_strips : task.strip_end;
       for (int64_t k = 0; k < task.K; k = k_end) {
-        k_end = cut_units(task, k, block_rows * kXBytes, units, &job.unit_count, &quads);
+        k_end = cut_units(task, k, block_rows * kXBytes, TouchedQuads(), units, &job.unit_count, &quads);
         job.first = k == 0;
         job.last = k_end == task.K;
         job.exact_products = V::pack_x(task, row, rows, units, job.unit_count, packed_x);

@@ -1,4 +1,5 @@
-// Packing and unpacking of weights: a byte permutation, so one routine visits (column, k) in packed order for both directions.
+// Packing and unpacking of weights: a byte permutation, so one routine visits (column, k) in packed order for both
+// directions.
 #include "gemm/pack.h"
 
 #include <algorithm>
@@ -9,7 +10,8 @@
 namespace blockscale {
 namespace {
 
-// Calls visit(column in strip, k in quad, count of consecutive k) in packed order for one quad of `columns` columns and `depth` k.
+// Calls visit(column in strip, k in quad, count of consecutive k) in packed order for one quad of `columns` columns and
+// `depth` k.
 template <class Visit>
 void for_each_pair(int64_t columns, int64_t depth, Visit visit) {
   for (int64_t lane = 0; lane < columns; lane += 4) {
@@ -21,7 +23,8 @@ void for_each_pair(int64_t columns, int64_t depth, Visit visit) {
 }
 
 // 4 rows of 4 codes to one 16-byte lane: k-pair 0 of the four columns, then k-pair 1.
-inline void pack_lane(const uint8_t* row0, const uint8_t* row1, const uint8_t* row2, const uint8_t* row3, uint8_t* out) {
+inline void pack_lane(const uint8_t* row0, const uint8_t* row1, const uint8_t* row2, const uint8_t* row3,
+                      uint8_t* out) {
   uint32_t a, b, c, d;
   std::memcpy(&a, row0, 4);
   std::memcpy(&b, row1, 4);
@@ -71,7 +74,8 @@ void pack_weight(const uint8_t* codes, int64_t N, int64_t K, int64_t stride_n, i
   }
 }
 
-void unpack_weight(const uint8_t* packed, int64_t N, int64_t K, int64_t strip_begin, int64_t strip_end, uint8_t* codes) {
+void unpack_weight(const uint8_t* packed, int64_t N, int64_t K, int64_t strip_begin, int64_t strip_end,
+                   uint8_t* codes) {
   for (int64_t strip = strip_begin; strip < strip_end; ++strip) {
     const int64_t first = strip * kStripColumns;
     const int64_t columns = std::min<int64_t>(kStripColumns, N - first);

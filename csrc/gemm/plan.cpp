@@ -20,7 +20,8 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Waking a thread of torch's pool costs about 5 us; 128 Ki code-rows (codes x ceil(rows / 4)) are about as long at 25 codes/ns.
+// Waking a thread of torch's pool costs about 5 us; 128 Ki code-rows (codes x ceil(rows / 4)) are about as long at 25
+// codes/ns.
 constexpr int64_t kMinTaskCost = 128 << 10;
 
 // With fewer strips than this for each thread, rows are cut too, so that threads end together.
@@ -42,7 +43,8 @@ Plan plan_linear(int64_t M, int64_t N, int64_t K, FloatType x_type, Isa active, 
   plan.reason = "the active instruction set";
   const KernelTable* table = kernel_table(active);
   while (!table || (table->bf16_x_only && x_type != FloatType::kBf16)) {
-    plan.reason = table ? "x is not bf16, and is never narrowed to it" : "no kernel is compiled for the active instruction set";
+    plan.reason =
+        table ? "x is not bf16, and is never narrowed to it" : "no kernel is compiled for the active instruction set";
     plan.isa = static_cast<Isa>(static_cast<int>(plan.isa) - 1);
     table = kernel_table(plan.isa);
   }
@@ -51,7 +53,7 @@ Plan plan_linear(int64_t M, int64_t N, int64_t K, FloatType x_type, Isa active, 
     plan.rows_per_block = static_cast<int>(std::max<int64_t>(M, 1));
   } else {
     const int64_t blocks = ceil_div(M, table->preferred_rows);
-    plan.rows_per_block = static_cast<int>(ceil_div(M, blocks));
+    plan.rows_per_block = static_cast<int>(ceil_div(ceil_div(M, blocks), table->row_granule) * table->row_granule);
   }
 
   plan.strips = strip_count(N);

@@ -20,8 +20,8 @@ struct Plan {
   int rows_per_block;  // rows that share one pass over a strip
   int64_t row_parts;   // parts into which M is cut, each a multiple of rows_per_block except the last
   int64_t part_rows;
-  int64_t strips;      // ceil(N / 16); the work is row_parts x strips, strips fastest
-  int64_t grain;       // fewest (part, strip) items worth a thread
+  int64_t strips;  // ceil(N / 16); the work is row_parts x strips, strips fastest
+  int64_t grain;   // fewest (part, strip) items worth a thread
 };
 
 // M, N, K >= 0; threads >= 1.

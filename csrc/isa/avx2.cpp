@@ -5,7 +5,11 @@ namespace blockscale {
 
 extern const KernelTable kernels_avx2;
 constexpr KernelTable kernels_avx2 = {
-    /*bf16_x_only=*/false, VecAvx2::kMaxRows, /*preferred_rows=*/8, {
+    /*bf16_x_only=*/false,
+    VecAvx2::kMaxRows,
+    /*preferred_rows=*/8,
+    /*row_granule=*/1,
+    {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecAvx2, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT

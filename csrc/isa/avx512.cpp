@@ -8,7 +8,11 @@ using Vec = VecAvx512<NibbleDecoder>;
 
 extern const KernelTable kernels_avx512;
 constexpr KernelTable kernels_avx512 = {
-    /*bf16_x_only=*/false, Vec::kMaxRows, /*preferred_rows=*/12, {
+    /*bf16_x_only=*/false,
+    Vec::kMaxRows,
+    /*preferred_rows=*/12,
+    /*row_granule=*/1,
+    {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<Vec, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT

@@ -93,7 +93,11 @@ struct VecAvx512Bf16 : RowsAvx512 {
 
 extern const KernelTable kernels_avx512_bf16;
 constexpr KernelTable kernels_avx512_bf16 = {
-    /*bf16_x_only=*/true, VecAvx512Bf16::kMaxRows, /*preferred_rows=*/12, {
+    /*bf16_x_only=*/true,
+    VecAvx512Bf16::kMaxRows,
+    /*preferred_rows=*/12,
+    /*row_granule=*/1,
+    {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecAvx512Bf16, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT

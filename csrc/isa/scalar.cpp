@@ -5,7 +5,11 @@ namespace blockscale {
 
 extern const KernelTable kernels_scalar;
 constexpr KernelTable kernels_scalar = {
-    /*bf16_x_only=*/false, VecScalar::kMaxRows, /*preferred_rows=*/8, {
+    /*bf16_x_only=*/false,
+    VecScalar::kMaxRows,
+    /*preferred_rows=*/8,
+    /*row_granule=*/1,
+    {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecScalar, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT

@@ -1,8 +1,9 @@
 // AVX2 with FMA and F16C, in fp32: 4 columns x (even k, odd k) in a register.
 //
-// Codes become fp16 by a shift, the conversion instruction widens them, and 8 bytes of a chunk (one k-pair of 4 columns) give one register
-// (c0 k0, c0 k1, c1 k0, c1 k1, ...), which is multiplied by the pair (x k0, x k1) broadcast as 64 bits.
-// A strip is covered in parts: two of 8 columns, or from 7 rows on four of 4 columns, so that 16 registers hold the chains.
+// Codes become fp16 by a shift, the conversion instruction widens them, and 8 bytes of a chunk (one k-pair of 4
+// columns) give one register (c0 k0, c0 k1, c1 k0, c1 k1, ...), which is multiplied by the pair (x k0, x k1) broadcast
+// as 64 bits. A strip is covered in parts: two of 8 columns, or from 7 rows on four of 4 columns, so that 16 registers
+// hold the chains.
 #pragma once
 
 #include <immintrin.h>
@@ -56,8 +57,8 @@ struct VecAvx2 {
     }
     __m128i* target = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(out) + index);
     if (type == FloatType::kBf16) {
-      const __m256i packed = _mm256_permute4x64_epi64(
-          _mm256_packus_epi32(to_bf16(row.half[0]), to_bf16(row.half[1])), _MM_SHUFFLE(3, 1, 2, 0));
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(to_bf16(row.half[0]), to_bf16(row.half[1])),
+                                                      _MM_SHUFFLE(3, 1, 2, 0));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), packed);
     } else {
       _mm_storeu_si128(target, _mm256_cvtps_ph(row.half[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -81,9 +82,10 @@ struct VecAvx2 {
   template <class F>
   struct Decoder {
     BLOCKSCALE_INLINE explicit Decoder(bool) {}
-    // 16 codes: k-pair 0 and k-pair 1 of 4 columns. The code's exponent and mantissa, shifted to bits 7..13 of fp16, are its value times 2^-8;
-    // bit 14 is a copy of the sign to be cleared, except for NaN (0x7f), where adding 0x80 carries into it and it is to be set.
-    // Multiplying by 2^8 here is exact; leaving it to the chain would lose products near the smallest subnormal.
+    // 16 codes: k-pair 0 and k-pair 1 of 4 columns. The code's exponent and mantissa, shifted to bits 7..13 of fp16,
+    // are its value times 2^-8; bit 14 is a copy of the sign to be cleared, except for NaN (0x7f), where adding 0x80
+    // carries into it and it is to be set. Multiplying by 2^8 here is exact; leaving it to the chain would lose
+    // products near the smallest subnormal.
     BLOCKSCALE_INLINE void decode(const uint8_t* codes, __m256* pair0, __m256* pair1) const {
       const __m128i code = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
       const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(code), 7);
@@ -165,8 +167,8 @@ struct VecAvx2 {
     int i = 0;
     if (type == FloatType::kF16) {
       for (; i + 8 <= count; i += 8) {
-        const __m128i half = _mm_loadu_si128(
-            reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(x) + index + i));
+        const __m128i half =
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(x) + index + i));
         _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
       }
     }

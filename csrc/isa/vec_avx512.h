@@ -1,7 +1,8 @@
 // AVX-512 (F, BW, DQ, VL): 16 columns in a register, in fp32; decoding with 4-bit byte shuffles.
 //
-// A decoded chunk is two registers of bf16 pairs, dword n = column n: bits << 16 is the even k as fp32, bits & 0xffff0000 the odd one.
-// Keeping even and odd k apart lets each multiply take x as an embedded broadcast: no shuffle and no separate load of x.
+// A decoded chunk is two registers of bf16 pairs, dword n = column n: bits << 16 is the even k as fp32, bits &
+// 0xffff0000 the odd one. Keeping even and odd k apart lets each multiply take x as an embedded broadcast: no shuffle
+// and no separate load of x.
 #pragma once
 
 #include <immintrin.h>
@@ -32,9 +33,8 @@ struct RowsAvx512 {
     if (type == FloatType::kF32) {
       _mm512_storeu_ps(static_cast<float*>(out) + index, row);
     } else {
-      const __m256i half = type == FloatType::kBf16
-                               ? to_bf16(row)
-                               : _mm512_cvtps_ph(row, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      const __m256i half =
+          type == FloatType::kBf16 ? to_bf16(row) : _mm512_cvtps_ph(row, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(out) + index), half);
     }
   }
@@ -54,9 +54,8 @@ struct RowsAvx512 {
       } else {
         const __m256i half =
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(x) + index + i));
-        values = type == FloatType::kBf16
-                     ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))
-                     : _mm512_cvtph_ps(half);
+        values = type == FloatType::kBf16 ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))
+                                          : _mm512_cvtph_ps(half);
       }
       _mm512_storeu_ps(out + i, values);
     }

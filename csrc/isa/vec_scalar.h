@@ -1,5 +1,6 @@
 // The readable kernel: 16 columns as plain loops, no intrinsics. Every other vec_*.h does the same with registers.
-// Even and odd k have a chain each, which is the order of all fp32 kernels; an inexact product goes through a fused multiply-add.
+// Even and odd k have a chain each, which is the order of all fp32 kernels; an inexact product goes through a fused
+// multiply-add.
 #pragma once
 
 #include "gemm/microkernel.h"
@@ -60,13 +61,15 @@ struct VecScalar {
     bool exact_products;
   };
 
-  // chain[c] = fma(x, weight[c], chain[c]). A product of 24 and 4 bits is exact in double and the sum is rounded to 53 bits, so rounding it
-  // again to fp32 differs from one rounding only if it lands on the midpoint of two floats: then, once in 2^28, the library's fmaf decides.
-  // (Below the normal fp32 range the sum in double is exact.) fmaf alone takes 50 ns where the CPU has no instruction for it.
+  // chain[c] = fma(x, weight[c], chain[c]). A product of 24 and 4 bits is exact in double and the sum is rounded to 53
+  // bits, so rounding it again to fp32 differs from one rounding only if it lands on the midpoint of two floats: then,
+  // once in 2^28, the library's fmaf decides. (Below the normal fp32 range the sum in double is exact.) fmaf alone
+  // takes 50 ns where the CPU has no instruction for it.
   static void fused_multiply_add(float x, const float* weight, float* chain) {
     double sum[16];
     int64_t midpoint = 0;
-    for (int c = 0; c < 16; ++c) sum[c] = static_cast<double>(x) * static_cast<double>(weight[c]) + static_cast<double>(chain[c]);
+    for (int c = 0; c < 16; ++c)
+      sum[c] = static_cast<double>(x) * static_cast<double>(weight[c]) + static_cast<double>(chain[c]);
     for (int c = 0; c < 16; ++c) {
       int64_t bits;
       __builtin_memcpy(&bits, &sum[c], 8);
