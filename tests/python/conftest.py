@@ -42,7 +42,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def workers():
-    """workers(name) -> a live process capped at that instruction set, or a skip with the instruction set's own reason."""
+    """workers(name) -> a live process capped at that instruction set, or a skip with its own reason."""
     running = {}
 
     def worker(name: str) -> IsaWorker:
