@@ -34,31 +34,31 @@ def receive(stream):
 
 
 class IsaWorker:
-    def __init__(self, *, threads: int = 2, **environment: str):
+    def __init__(self, *, threads: int | None = 2, **environment: str):
+        """`threads` is given to torch.set_num_threads; None leaves the choice to the environment."""
         variables = {key: value for key, value in os.environ.items() if key != "BLOCKSCALE_MAX_ISA"}
-        command = [sys.executable, __file__, str(threads)]
+        command = [sys.executable, __file__, *([] if threads is None else [str(threads)])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**variables, **environment}
         )
 
-    def request(self, name: str, *arguments):
+    def call(self, name: str, *arguments):
+        """The result of an op of torch.ops.blockscale; raises what it raises."""
         send(self.process.stdin, (name, arguments))
         failed, value = receive(self.process.stdout)
         if failed:
             raise value
         return value
 
-    call = request  # an op of torch.ops.blockscale by name
-
     def isa_info(self) -> dict:
-        return json.loads(self.request("isa_info"))
+        return json.loads(self.call("isa_info"))
 
     def task_count(self) -> int:
         """Threads of the worker's process."""
-        return self.request("/tasks")
+        return self.call("/tasks")
 
     def set_threads(self, count: int) -> None:
-        self.request("/threads", count)
+        self.call("/threads", count)
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -72,10 +72,11 @@ class IsaWorker:
         self.close()
 
 
-def serve(threads: int) -> None:
+def serve(threads: int | None) -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not get between the messages
-    torch.set_num_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
     import blockscale  # noqa: F401  registers torch.ops.blockscale
 
     special = {"/tasks": lambda: len(os.listdir("/proc/self/task")), "/threads": torch.set_num_threads}
@@ -92,4 +93,4 @@ def serve(threads: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -124,7 +124,8 @@ def test_a_three_dimensional_x_uses_the_stride_of_its_rows(lead, isa):
     """stride(0) was taken for the distance of tokens."""
     inputs = integer_inputs(Case(1, 40, 256))
     whole = torch.randint(-8, 9, (*lead, 512), generator=cases.generator(lead)).to(BF16)
-    for inputs.x in (whole[..., :256], whole[..., 256:], whole[..., :256].contiguous(), whole[..., 1:257]):
+    for view in (whole[..., :256], whole[..., 256:], whole[..., :256].contiguous(), whole[..., 1:257]):
+        inputs.x = view
         exact(inputs)
     inputs.x = whole[..., :256].transpose(0, 1)
     exact(inputs)

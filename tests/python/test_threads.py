@@ -31,19 +31,20 @@ def this_cap() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "environment",
+    "threads, environment",
     [
-        {"OMP_THREAD_LIMIT": "1"},
-        {"OMP_NUM_THREADS": "1"},
-        {"OMP_NUM_THREADS": "17"},
-        {"OMP_DYNAMIC": "true"},
-        {"OMP_WAIT_POLICY": "passive"},
+        (2, {"OMP_THREAD_LIMIT": "1"}),
+        (None, {"OMP_NUM_THREADS": "1"}),
+        (None, {"OMP_NUM_THREADS": "2"}),
+        (None, {"OMP_NUM_THREADS": "17"}),
+        (4, {"OMP_DYNAMIC": "true"}),
+        (2, {"OMP_WAIT_POLICY": "passive"}),
     ],
-    ids=lambda environment: "-".join(f"{key}={value}" for key, value in environment.items()),
+    ids=lambda value: "=".join(*value.items()) if isinstance(value, dict) else f"threads_{value}",
 )
-def test_fewer_or_more_threads_than_asked_give_the_same_bits(environment, layer, isa):
+def test_fewer_or_more_threads_than_asked_give_the_same_bits(threads, environment, layer, isa):
     """OMP_THREAD_LIMIT=1 gives one thread where torch announces two: work split by that count would be lost."""
-    with IsaWorker(threads=2, **this_cap(), **environment) as worker:
+    with IsaWorker(threads=threads, **this_cap(), **environment) as worker:
         for m in (1, 4, 13, 40):
             expected = ops.fp8_scaled_mm_cpu(*arguments(layer, m))
             assert same_bits(worker.call("fp8_scaled_mm_cpu", *arguments(layer, m)), expected)
