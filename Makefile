@@ -1,7 +1,7 @@
 # One command each for a person who has just cloned this: `make demo`, `make test`. `make help` lists all.
 # Everything lands in .venv, build and .cache in this folder. System packages are installed with apt when run as root on
-# a Debian-like machine; elsewhere the line to run is printed. Stamps are named after the content of what they stand for,
-# so a second run skips what has not changed, whatever the files' dates say.
+# a Debian-like machine; elsewhere the line to run is printed. Stamps are named after the content of what they stand
+# for, so a second run skips what has not changed, whatever the files' dates say.
 
 SHELL := /bin/bash
 , := ,
@@ -73,8 +73,9 @@ $(TOOLS):
 	@mkdir -p $(@D) && touch $@
 
 # torch.compile's own C++ code includes Python.h.
+INCLUDE_PATH := import sysconfig; print(sysconfig.get_path("include"))
 $(TEST_TOOLS): $(TOOLS)
-	$(call system,test -f "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h",python3-dev)
+	$(call system,test -f "$$($(BIN)/python -c '$(INCLUDE_PATH)')/Python.h",python3-dev)
 	@echo "Installing test tools ..."
 	@$(INSTALL) pytest hypothesis
 	@touch $@

@@ -55,11 +55,27 @@ def score(model: nn.Module, windows: list[torch.Tensor], label: str) -> Score:
     return Score(tuple(results))
 
 
+def prompt_ids(tokenizer) -> torch.Tensor:
+    """QUESTION in the model's chat template, `[1, tokens]`."""
+    chat = [{"role": "user", "content": QUESTION}]
+    return tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).input_ids
+
+
 @torch.inference_mode()
 def answer(model: nn.Module, tokenizer, tokens: int = 24) -> tuple[list[int], str]:
-    """Greedy answer to QUESTION through the model's chat template: (token ids, text)."""
-    chat = [{"role": "user", "content": QUESTION}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**prompt, do_sample=False, max_new_tokens=tokens)
-    ids = output[0, prompt["input_ids"].shape[1] :].tolist()
+    """Greedy answer to QUESTION: (token ids, text)."""
+    prompt = prompt_ids(tokenizer)
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens)
+    ids = output[0, prompt.shape[1] :].tolist()
     return ids, tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+@torch.inference_mode()
+def first_choice(model: nn.Module, tokenizer) -> tuple[str, str, float, float]:
+    """How sure the answer's first token is: (best, second, difference of their logits, bf16's step at the best logit)."""
+    logits = model(prompt_ids(tokenizer), use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    (best, second), ids = (part.tolist() for part in logits.topk(2))
+    step = 2.0 ** (math.frexp(best)[1] - 8)  # bf16 has 8 significant bits
+    return tokenizer.decode(ids[0]), tokenizer.decode(ids[1]), best - second, step

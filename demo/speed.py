@@ -90,7 +90,7 @@ def decode_linear(model: nn.Module, layers: list[nn.Module], prompt: torch.Tenso
 @torch.inference_mode()
 def measure(models: dict[str, nn.Module], layer_names: list[str], ids: torch.Tensor, plan: Plan) -> dict[str, Times]:
     """Times every model. `ids` `[1, >= prefill_tokens]` gives the prompts, `layer_names` the linear layers."""
-    long_prompt, short_prompt = ids[:, : plan.prefill_tokens], ids[:, :16]
+    long_prompt, short_prompt = ids[:, : plan.prefill_tokens], ids[:, :8]
     layers = {name: [model.get_submodule(layer) for layer in layer_names] for name, model in models.items()}
     times = {name: Times() for name in models}
     for model in models.values():
