@@ -40,7 +40,13 @@ struct CpuWords {
 
 // Reads them from this machine. Asks for the tile permission only where everything else speaks for AMX and the
 // library has kernels for it, because being granted it makes the process's signal frames larger for good.
+//
+// For tests: while BLOCKSCALE_TEST_ASSUME_AMX=1 and the emulator of tests/amx_emulator is active in this process, the
+// words say of tiles what emulated_tiles() says. The variable alone changes nothing.
 CpuWords read_cpu_words();
+
+// `words` with the tiles that the emulator executes; all else stays as the CPU has it.
+CpuWords emulated_tiles(CpuWords words);
 
 struct IsaStatus {
   bool compiled = false;
