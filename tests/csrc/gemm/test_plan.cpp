@@ -100,7 +100,8 @@ TEST(Plan, FewRowsAreOneBlockAndManyAreEvenBlocks) {
       } else {
         const int64_t blocks = (M + rows - 1) / rows;
         EXPECT_LE(rows, table->preferred_rows);
-        EXPECT_LT(blocks * rows - M, blocks);  // no block is more than one row short
+        EXPECT_EQ(rows % table->row_granule, 0);
+        EXPECT_LT(blocks * rows - M, blocks * table->row_granule);  // no block is more than a granule short
       }
     }
   }
