@@ -1,14 +1,17 @@
 // Kernels for bf16 x on AMX tiles: Sapphire Rapids and later. TDPBF16PS multiplies 16 rows by 16 columns over 32 k:
-// for each row and column two chains (even k, odd k) from zero, added, then added to C; subnormals flushed, MXCSR ignored.
+// for each row and column two chains (even k, odd k) from zero, added, then added to C; subnormals flushed, MXCSR
+// ignored.
 //
-// A batch-reduce GEMM over the units of K: a unit's codes of 2 strips are decoded into L1 once and meet every row tile of a block;
-// C tiles start at zero in each unit, and their sums go into fp32 totals with the unit's scale:
+// A batch-reduce GEMM over the units of K: a unit's codes of 2 strips are decoded into L1 once and meet every row tile
+// of a block; C tiles start at zero in each unit, and their sums go into fp32 totals with the unit's scale:
 //
 //   registers   C 0 1     rows 0-15        A 4     B 6 7       2 x 2: a step of 32 k is 4 loads for 4 products
 //               C 2 3     rows 16-31       A 5
-//               C 0 1 2 3 rows 0-15        A 4     B 6 7       1 x 4 where the block has one row tile: 5 loads for 4 products
+//               C 0 1 2 3 rows 0-15        A 4     B 6 7       1 x 4 where the block has one row tile: 5 loads for 4
+//               products
 //
-// The sums of a unit depend on its own codes and x alone, so bits do not depend on M, position or split, as on every ISA.
+// The sums of a unit depend on its own codes and x alone, so bits do not depend on M, position or split, as on every
+// ISA.
 #include "isa/vec_avx512_vbmi.h"
 
 namespace blockscale {
@@ -19,7 +22,10 @@ constexpr int kTileK = 32;
 constexpr int kTileBytes = 1024;
 constexpr int kUnitTiles = kUnitK / kTileK;
 constexpr int kStrips = 4;  // most strips walked together
-// 8 row tiles: decoding a B tile takes about 40 cycles, a product 16, so 8 of them hide a third of it and more rows little else.
+// Rows that share a decoded unit. By the bound of benchmarks/bench_amx_bound.py, in cycles for each product (16 is the
+// tile unit's limit), at M = 512: 36 for blocks of 32 rows, 26 for 64, 21 for 128, 23.8 for 256. Decoding takes 40
+// cycles a B tile, so more rows share less of it; but from 256 rows on the totals of two strips leave a 48 KiB L1 and
+// cost L2 traffic that the tile unit waits for. 2 x 2 over 1 x 4 for the same reason: 1 A tile from L2 for 2 products.
 constexpr int kBlockRows = 128;
 
 // Rows of A and C tiles; B tiles always hold 16 k-pairs.
@@ -54,8 +60,10 @@ void pack_tiles(const LinearTask& task, int64_t row, int rows, const Unit* units
   for (int u = 0; u < unit_count; ++u) {
     const Unit& unit = units[u];
     for (int m = 0; m < row_tiles * kTileRows; ++m) {
-      uint8_t* out = packed + (static_cast<int64_t>(unit.x_quad / (kTileK / 4)) * row_tiles +
-                               m / kTileRows * tiles_of(unit)) * kTileBytes + m % kTileRows * 64;
+      uint8_t* out =
+          packed +
+          (static_cast<int64_t>(unit.x_quad / (kTileK / 4)) * row_tiles + m / kTileRows * tiles_of(unit)) * kTileBytes +
+          m % kTileRows * 64;
       for (int t = 0; t < tiles_of(unit); ++t, out += kTileBytes) {
         const int left = m < rows ? unit.depth - t * kTileK : 0;
         const __mmask32 present = left >= kTileK ? ~0u : (1u << left) - 1;
@@ -67,7 +75,8 @@ void pack_tiles(const LinearTask& task, int64_t row, int rows, const Unit* units
 
 // A unit of one strip as B tiles: 8 chunks of codes are the 16 k-pairs of a tile, in order.
 template <class F>
-BLOCKSCALE_INLINE void decode_tiles(const TableDecoder<F>& decoder, const uint8_t* codes, const Unit& unit, uint8_t* out) {
+BLOCKSCALE_INLINE void decode_tiles(const TableDecoder<F>& decoder, const uint8_t* codes, const Unit& unit,
+                                    uint8_t* out) {
   const int chunks = (unit.depth + 3) / 4;
   int q = 0;
   for (; q < chunks; ++q) {
@@ -84,8 +93,8 @@ BLOCKSCALE_INLINE void decode_tiles(const TableDecoder<F>& decoder, const uint8_
   }
 }
 
-// C = A B over a unit's `tiles` steps, for two row tiles (a0, a1) and `Strips` strips of B tiles `b`; C tiles of row tile r and
-// strip s land at c + (2 r + s) KiB.
+// C = A B over a unit's `tiles` steps, for two row tiles (a0, a1) and `Strips` strips of B tiles `b`; C tiles of row
+// tile r and strip s land at c + (2 r + s) KiB.
 template <int Strips>
 BLOCKSCALE_INLINE void multiply_two(const uint8_t* a0, const uint8_t* a1, const uint8_t* b, int tiles, float* c) {
   const uint8_t* b1 = b + kUnitTiles * kTileBytes;
@@ -223,8 +232,8 @@ void run_tiles(const LinearTask& task) {
 
   const int64_t block_rows = task.rows_per_block;
   const int64_t padded_rows = (block_rows + kTileRows - 1) / kTileRows * kTileRows;
-  const int64_t group_strips = kCarryBytes / (padded_rows * 64);
   const int width = block_rows <= kTileRows ? kStrips : 2;
+  const int64_t group_strips = kCarryBytes / (padded_rows * 64) / width * width;
   const TileConfig config(static_cast<int>(block_rows < kTileRows ? block_rows : kTileRows));
   publish(&config);
   _tile_loadconfig(&config);
@@ -238,7 +247,8 @@ void run_tiles(const LinearTask& task) {
       int64_t group_end = task.strip_end;
       do {
         k_end = cut_units(task, k, padded_rows * 8, TileQuads(), units, &unit_count, &quads);
-        // Totals of a whole K stay with their strips; otherwise a group of strips carries them from one k chunk to the next.
+        // Totals of a whole K stay with their strips; otherwise a group of strips carries them from one k chunk to the
+        // next.
         const bool whole = k == 0 && k_end == task.K;
         if (!whole && group_end > group + group_strips) group_end = group + group_strips;
         pack_tiles(task, row, rows, units, unit_count, packed_x);
@@ -271,7 +281,11 @@ void run_tiles(const LinearTask& task) {
 
 extern const KernelTable kernels_amx_bf16;
 constexpr KernelTable kernels_amx_bf16 = {
-    /*bf16_x_only=*/true, kBlockRows, /*preferred_rows=*/kBlockRows, /*row_granule=*/kTileRows, {
+    /*bf16_x_only=*/true,
+    kBlockRows,
+    /*preferred_rows=*/kBlockRows,
+    /*row_granule=*/kTileRows,
+    {
 #define BLOCKSCALE_FORMAT(type, dtype) run_tiles<type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT

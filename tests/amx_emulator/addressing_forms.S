@@ -1,5 +1,6 @@
-// Every addressing form of the tile loads and stores and some of LDTILECFG, encoded by the assembler: one function each, and
-// a table of what it must address. Each function sets base and index, executes the instruction and restores the registers.
+// Every addressing form of the tile loads and stores and some of LDTILECFG, encoded by the assembler: one function
+// each, and a table of what it must address. Each function sets base and index, executes the instruction and restores
+// the registers.
 //
 // struct { void (*run)(void); uint64_t address, stride; uint32_t one_row, store, config, base_is_rsp; }
 

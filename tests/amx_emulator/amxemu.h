@@ -25,7 +25,8 @@ enum AmxemuOperation {
 // Exception vectors as the processor numbers them.
 enum AmxemuVector { AMXEMU_INVALID_OPCODE = 6, AMXEMU_GENERAL_PROTECTION = 13 };
 
-// 1 if tile instructions of this process are emulated; 0 on a CPU without AVX-512, which the emulator itself computes with.
+// 1 if tile instructions of this process are emulated; 0 on a CPU without AVX-512, which the emulator itself computes
+// with.
 int amxemu_active(void);
 
 // Instructions completed since the last reset, summed over all threads. Reset while no tile instruction is running.

@@ -1,7 +1,8 @@
-// Decoder of the tile instructions. They share one form: a three-byte VEX prefix of opcode map 2, an opcode, a ModRM byte,
-// perhaps an SIB byte and a displacement.
+// Decoder of the tile instructions. They share one form: a three-byte VEX prefix of opcode map 2, an opcode, a ModRM
+// byte, perhaps an SIB byte and a displacement.
 //
-//   C4 | R X B mmmmm | W vvvv L pp | opcode | ModRM: mod reg rm | SIB: scale index base | displacement of 0, 1 or 4 bytes
+//   C4 | R X B mmmmm | W vvvv L pp | opcode | ModRM: mod reg rm | SIB: scale index base | displacement of 0, 1 or 4
+//   bytes
 //
 //   opcode  pp    ModRM      instruction
 //   49      none  memory /0  LDTILECFG
@@ -13,7 +14,8 @@
 //   4B      F3    memory     TILESTORED  reg
 //   5C      F3    register   TDPBF16PS   reg += rm * vvvv
 //
-// Not decoded: segment and address-size prefixes, which no compiler emits here; such an instruction stays an illegal one.
+// Not decoded: segment and address-size prefixes, which no compiler emits here; such an instruction stays an illegal
+// one.
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,5 @@
-// TDPBF16PS from its definition, in 128-bit floats that hold every product and sum exactly, rounded to 24 bits by integer
-// arithmetic: shares no instruction and no code with the emulator or with a kernel.
+// TDPBF16PS from its definition, in 128-bit floats that hold every product and sum exactly, rounded to 24 bits by
+// integer arithmetic: shares no instruction and no code with the emulator or with a kernel.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +40,8 @@ inline uint32_t round_to_fp32(__float128 value) {
 }
 
 // c[rows][16] (fp32 bits, 64-byte rows) += a[rows][32] * b[pairs][16][2] (bf16 bits, 64-byte rows).
-// The 113 bits of the type hold a product of bf16 (16 bits) plus an fp32 exactly unless the two are more than 89 bits apart;
-// then the larger one, which fits in 24 bits, is the nearest fp32 whatever the smaller one adds.
+// The 113 bits of the type hold a product of bf16 (16 bits) plus an fp32 exactly unless the two are more than 89 bits
+// apart; then the larger one, which fits in 24 bits, is the nearest fp32 whatever the smaller one adds.
 inline void exact_dot(uint8_t* c, const uint8_t* a, const uint8_t* b, int rows, int pairs, int columns) {
   for (int m = 0; m < rows; ++m) {
     for (int n = 0; n < columns; ++n) {

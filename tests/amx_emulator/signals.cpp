@@ -1,5 +1,5 @@
-// Where tile instructions arrive and leave: the SIGILL handler, each thread's tiles, and the libc entry points that would
-// otherwise take the signal away or deny the permission. Everything that a handler runs is async-signal-safe.
+// Where tile instructions arrive and leave: the SIGILL handler, each thread's tiles, and the libc entry points that
+// would otherwise take the signal away or deny the permission. Everything that a handler runs is async-signal-safe.
 #include <dlfcn.h>
 #include <errno.h>
 #include <immintrin.h>
@@ -48,7 +48,8 @@ Thread* current_thread() {
   return this_thread = thread;
 }
 
-// ---------------------------------------------------------------------------------------------------- libc's own functions
+// ---------------------------------------------------------------------------------------------------- libc's own
+// functions
 
 template <class Function>
 Function* libc_function(Function** cached, const char* name) {
@@ -64,8 +65,8 @@ int libc_sigaction(int signal_number, const struct sigaction* action, struct sig
 
 long libc_syscall(long number, const long* arguments) {
   static long (*cached)(long, ...);
-  return libc_function(&cached, "syscall")(number, arguments[0], arguments[1], arguments[2], arguments[3],
-                                           arguments[4], arguments[5]);
+  return libc_function(&cached, "syscall")(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4],
+                                           arguments[5]);
 }
 
 // ---------------------------------------------------------------------------------------------------- exceptions
@@ -76,8 +77,8 @@ void announce(const Instruction& instruction, AmxemuVector vector, const char* r
          operation_name(instruction.operation), static_cast<const void*>(code), reason);
 }
 
-// To the application's SIGILL handler; without one the instruction is executed again under the default action, which ends
-// the process with a core file that points at it.
+// To the application's SIGILL handler; without one the instruction is executed again under the default action, which
+// ends the process with a core file that points at it.
 void deliver_invalid_opcode(int signal_number, siginfo_t* info, void* context) {
   if (application_handler.sa_flags & SA_SIGINFO) {
     if (application_handler.sa_sigaction) return application_handler.sa_sigaction(signal_number, info, context);
@@ -117,8 +118,8 @@ void on_illegal_instruction(int signal_number, siginfo_t* info, void* context) {
       break;
     }
     Thread* thread = current_thread();
-    const Outcome outcome = decoded == Decoded::kUndefined ? Outcome::kInvalidOpcode
-                                                           : execute(instruction, &thread->tiles, &reason);
+    const Outcome outcome =
+        decoded == Decoded::kUndefined ? Outcome::kInvalidOpcode : execute(instruction, &thread->tiles, &reason);
     if (outcome == Outcome::kInvalidOpcode) {
       announce(instruction, AMXEMU_INVALID_OPCODE, reason, code);
       info->si_addr = const_cast<uint8_t*>(code);
@@ -163,7 +164,8 @@ const sigset_t* without_sigill(int how, const sigset_t* set, sigset_t* copy) {
 }  // namespace
 }  // namespace amx_emulator
 
-// ---------------------------------------------------------------------------------------------------- libc's, interposed
+// ---------------------------------------------------------------------------------------------------- libc's,
+// interposed
 
 // The application may install and read back a SIGILL handler; it gets what the emulator does not execute.
 EXPORT int sigaction(int signal_number, const struct sigaction* action, struct sigaction* old) noexcept {
@@ -228,7 +230,9 @@ EXPORT long syscall(long number, ...) noexcept {
 // ---------------------------------------------------------------------------------------------------- amxemu.h
 
 EXPORT int amxemu_active(void) { return amx_emulator::active; }
-EXPORT int amxemu_permission_requested(void) { return __atomic_load_n(&amx_emulator::permission_requested, __ATOMIC_RELAXED); }
+EXPORT int amxemu_permission_requested(void) {
+  return __atomic_load_n(&amx_emulator::permission_requested, __ATOMIC_RELAXED);
+}
 EXPORT void amxemu_set_fault_hook(amxemu_fault_hook hook) { amx_emulator::fault_hook = hook; }
 
 EXPORT void amxemu_counters(uint64_t counters[AMXEMU_OPERATIONS]) {

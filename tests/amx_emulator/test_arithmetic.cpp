@@ -1,5 +1,6 @@
-// TDPBF16PS bit for bit against exact_dot.h, over shapes, tile numbers and kinds of data, and against recorded results of an
-// independent implementation (golden_dot.bin). NaN results are compared as NaN: which payload survives is not specified there.
+// TDPBF16PS bit for bit against exact_dot.h, over shapes, tile numbers and kinds of data, and against recorded results
+// of an independent implementation (golden_dot.bin). NaN results are compared as NaN: which payload survives is not
+// specified there.
 #include <xmmintrin.h>
 
 #include <cstdio>
@@ -21,19 +22,16 @@ class Arithmetic : public Conformance {
   uint32_t word(Kind kind) {
     const auto ordinary_half = [&] { return (random_() & 0x807f) | (115 + random_() % 24) << 7; };
     // Exponents whose products fall around the smallest normal number; a third are zeros and subnormals.
-    const auto tiny_half = [&] { return (random_() & 0x807f) | (random_() % 3 ? 50 + random_() % 30 : random_() % 3) << 7; };
+    const auto tiny_half = [&] {
+      return (random_() & 0x807f) | (random_() % 3 ? 50 + random_() % 30 : random_() % 3) << 7;
+    };
     const auto pair = [](uint32_t low, uint32_t high) { return low | high << 16; };
     switch (kind) {
-      case Kind::kOrdinaryPairs:
-        return pair(ordinary_half(), ordinary_half());
-      case Kind::kTinyPairs:
-        return pair(tiny_half(), tiny_half());
-      case Kind::kOrdinaryFloats:
-        return (random_() & 0x807fffff) | (115 + random_() % 24) << 23;
-      case Kind::kTinyFloats:
-        return (random_() & 0x807fffff) | (random_() % 6) << 23;
-      default:
-        return static_cast<uint32_t>(random_());
+      case Kind::kOrdinaryPairs: return pair(ordinary_half(), ordinary_half());
+      case Kind::kTinyPairs: return pair(tiny_half(), tiny_half());
+      case Kind::kOrdinaryFloats: return (random_() & 0x807fffff) | (115 + random_() % 24) << 23;
+      case Kind::kTinyFloats: return (random_() & 0x807fffff) | (random_() % 6) << 23;
+      default: return static_cast<uint32_t>(random_());
     }
   }
   void fill(uint8_t* tile, int rows, int words, Kind kind) {
@@ -82,7 +80,8 @@ TEST_F(Arithmetic, EqualsTheExactDefinition) {
     fill(a, rows, pairs, kinds.factors);
     fill(b, pairs, columns, kinds.factors);
     fill(c, rows, columns, kinds.sums);
-    load_config(TileConfig().with(c_tile, rows, 4 * columns).with(a_tile, rows, 4 * pairs).with(b_tile, pairs, 4 * columns));
+    load_config(
+        TileConfig().with(c_tile, rows, 4 * columns).with(a_tile, rows, 4 * pairs).with(b_tile, pairs, 4 * columns));
     load_tile(c_tile, c, 64);
     load_tile(a_tile, a, 64);
     load_tile(b_tile, b, 64);

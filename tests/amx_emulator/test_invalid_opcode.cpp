@@ -1,4 +1,5 @@
-// Every condition under which a tile instruction raises #UD, and that other illegal instructions still reach the application.
+// Every condition under which a tile instruction raises #UD, and that other illegal instructions still reach the
+// application.
 #include "machine_code.h"
 
 namespace amx_emulator::test {
@@ -23,7 +24,8 @@ TEST_F(InvalidOpcode, WithoutAConfiguration) {
 }
 
 TEST_F(InvalidOpcode, ProductsOfTilesThatDoNotFit) {
-  load_config(TileConfig().with(0, 16, 64).with(1, 16, 64).with(2, 16, 64).with(3, 8, 64).with(4, 16, 32).with(5, 16, 62));
+  load_config(
+      TileConfig().with(0, 16, 64).with(1, 16, 64).with(2, 16, 64).with(3, 8, 64).with(4, 16, 32).with(5, 16, 62));
   EXPECT_EQ(signal_of([] { dot(0, 1, 2); }), 0);
   EXPECT_EQ(signal_of([] { dot(0, 0, 2); }), SIGILL) << "C is A";
   EXPECT_EQ(signal_of([] { dot(0, 1, 0); }), SIGILL) << "C is B";

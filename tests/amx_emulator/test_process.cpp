@@ -1,4 +1,5 @@
-// Tiles belong to a thread; fork copies them; signal masks and handlers of the application do not disturb the emulation.
+// Tiles belong to a thread; fork copies them; signal masks and handlers of the application do not disturb the
+// emulation.
 #include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>

@@ -28,9 +28,10 @@ const char* operation_name(AmxemuOperation operation) {
   return kNames[operation];
 }
 
-// For each row and column two chains of fused multiply-adds from +0, over the first and over the second element of each pair
-// of k; their sum is added to C once. Every operation rounds to nearest even, subnormal inputs count as zero and subnormal
-// results become zero, whatever MXCSR says. Not inlined: nothing may move across the changes of MXCSR around the call.
+// For each row and column two chains of fused multiply-adds from +0, over the first and over the second element of each
+// pair of k; their sum is added to C once. Every operation rounds to nearest even, subnormal inputs count as zero and
+// subnormal results become zero, whatever MXCSR says. Not inlined: nothing may move across the changes of MXCSR around
+// the call.
 __attribute__((target("avx512f"), noinline)) static void add_products(Tile* c, const Tile& a, const Tile& b, int rows,
                                                                       int pairs, int columns) {
   const __m512i upper_half = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
@@ -93,7 +94,8 @@ Outcome load_configuration(const Instruction& instruction, TileState* state, con
   for (int tile = 0; tile < kTiles; ++tile) {
     if (loaded.rows[tile] > kRows) return refuse("a tile has more than 16 rows");
     if (loaded.row_bytes[tile] > kRowBytes) return refuse("a tile has more than 64 bytes a row");
-    if ((loaded.rows[tile] == 0) != (loaded.row_bytes[tile] == 0)) return refuse("a tile has rows without bytes or bytes without rows");
+    if ((loaded.rows[tile] == 0) != (loaded.row_bytes[tile] == 0))
+      return refuse("a tile has rows without bytes or bytes without rows");
   }
   memset(state, 0, sizeof *state);  // loading a configuration clears the tiles
   state->configuration = loaded;
@@ -135,17 +137,13 @@ Outcome execute(const Instruction& instruction, TileState* state, const char** r
   const int reg = instruction.reg;
 
   switch (instruction.operation) {
-    case AMXEMU_LDTILECFG:
-      return load_configuration(instruction, state, reason);
+    case AMXEMU_LDTILECFG: return load_configuration(instruction, state, reason);
     case AMXEMU_STTILECFG:
       require_addressable(instruction, instruction.address, sizeof configuration, 0);
       memcpy(reinterpret_cast<void*>(instruction.address), &configuration, sizeof configuration);
       return Outcome::kDone;
-    case AMXEMU_TILERELEASE:
-      memset(state, 0, sizeof *state);
-      return Outcome::kDone;
-    default:
-      break;
+    case AMXEMU_TILERELEASE: memset(state, 0, sizeof *state); return Outcome::kDone;
+    default: break;
   }
 
   if (configuration.palette == 0) return refuse("no tile configuration is loaded");

@@ -35,8 +35,9 @@ struct TileState {
 enum class Outcome { kDone, kInvalidOpcode, kGeneralProtection };
 
 // Executes one instruction. For an exception, `reason` is set and nothing has changed.
-// A page fault while a tile is loaded or stored leaves start_row at the row that faulted, where the instruction resumes.
-// Aborts the process if AddressSanitizer's shadow memory forbids an access, which neither the CPU nor valgrind would see.
+// A page fault while a tile is loaded or stored leaves start_row at the row that faulted, where the instruction
+// resumes. Aborts the process if AddressSanitizer's shadow memory forbids an access, which neither the CPU nor valgrind
+// would see.
 Outcome execute(const Instruction& instruction, TileState* state, const char** reason);
 
 // C += A B for `rows` rows of A and C, `pairs` pairs of k and `columns` columns, as TDPBF16PS rounds it: see tiles.cpp.

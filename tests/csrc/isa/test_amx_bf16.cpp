@@ -1,5 +1,6 @@
 // The amx_bf16 kernel under the emulator: bit for bit the documented order of TDPBF16PS, the ideal number of
-// instructions, one tile configuration a task and none left behind. Where amx_bf16 is not usable, skipped with its reason.
+// instructions, one tile configuration a task and none left behind. Where amx_bf16 is not usable, skipped with its
+// reason.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -222,7 +223,8 @@ TEST_F(AmxBf16, NothingLeaksIntoARaggedUnit) {
             if (k >= border) problem.code(n, k) &= 0x7f;
           }
         }
-        // Infinite x in the last block: positive codes make the row infinite, a zero code from outside would make it NaN.
+        // Infinite x in the last block: positive codes make the row infinite, a zero code from outside would make it
+        // NaN.
         for (int64_t k = border; border > 0 && k < K; ++k) {
           problem.set_x(M / 2, k, std::numeric_limits<float>::infinity());
         }

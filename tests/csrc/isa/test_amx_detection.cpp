@@ -64,8 +64,7 @@ CpuWords skylake_x() {  // Core i7 7800X
 
 constexpr const char* kNoPalette = "CPU or hypervisor hides the AMX tile palette (CPUID leaf 0x1D)";
 constexpr const char* kNoState = "operating system does not save AMX tile state (XCR0)";
-constexpr const char* kInvalid =
-    "operating system refuses the AMX tile permission (arch_prctl: Invalid argument)";
+constexpr const char* kInvalid = "operating system refuses the AMX tile permission (arch_prctl: Invalid argument)";
 constexpr const char* kNotPermitted =
     "operating system refuses the AMX tile permission (arch_prctl: Operation not permitted)";
 constexpr const char* kNoSpace =

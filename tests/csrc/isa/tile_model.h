@@ -72,8 +72,8 @@ inline testing::AssertionResult equals_model(LinearCase& problem) {
       const double actual = problem.out_at(m, n);
       if (std::isnan(expected) && std::isnan(actual)) continue;
       if (expected == actual && std::signbit(expected) == std::signbit(actual)) continue;
-      return testing::AssertionFailure()
-             << "out[" << m << ", " << n << "] = " << actual << ", the model has " << expected;
+      return testing::AssertionFailure() << "out[" << m << ", " << n << "] = " << actual << ", the model has "
+                                         << expected;
     }
   }
   return testing::AssertionSuccess();
