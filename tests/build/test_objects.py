@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ISA_FOLDER = ROOT / "csrc" / "isa"
 KERNEL_FILES = sorted(path for path in ISA_FOLDER.glob("*.cpp") if path.name != "isa.cpp")
 LIBRARY = Path(blockscale.__file__).with_name("_C.so")
-RUNTIMES = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
+RUNTIMES = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "ld-linux-x86-64.so.2"}
 TORCH_LIBRARIES = {"libtorch_cpu.so", "libtorch.so", "libc10.so"}
 MEMORY_FUNCTIONS = {"memcpy", "memset", "memmove", "memcmp"}  # what a compiler may call on its own
 
