@@ -35,6 +35,43 @@ int64_t displacement(const uint8_t** at, int bytes) {
   return bytes == 1 ? short_value : long_value;
 }
 
+struct MemoryOperand {
+  bool has_sib;
+  uint64_t address;  // base register or next instruction, plus displacement
+  uint64_t stride;   // index register times scale, 0 without an index
+};
+
+// Reads SIB byte and displacement behind `modrm` from `*at`, and moves `*at` behind them; no immediate follows.
+MemoryOperand memory_operand(uint8_t modrm, int extend_index, int extend_base, const greg_t* registers,
+                             const uint8_t** at) {
+  MemoryOperand operand{};
+  const int mod = modrm >> 6, rm = modrm & 7;
+  uint64_t base = 0;
+  int displacement_bytes = mod == 1 ? 1 : mod == 2 ? 4 : 0;
+  bool from_next_instruction = false;
+  if (rm == 4) {
+    const uint8_t sib = *(*at)++;
+    operand.has_sib = true;
+    const int index = (sib >> 3 & 7) | extend_index;
+    // 4 means no index; r12, which is 4 extended, is one.
+    if (index != 4) operand.stride = static_cast<uint64_t>(registers[kRegisters[index]]) << (sib >> 6);
+    if ((sib & 7) == 5 && mod == 0) {
+      displacement_bytes = 4;  // no base
+    } else {
+      base = static_cast<uint64_t>(registers[kRegisters[(sib & 7) | extend_base]]);
+    }
+  } else if (rm == 5 && mod == 0) {
+    displacement_bytes = 4;
+    from_next_instruction = true;
+  } else {
+    base = static_cast<uint64_t>(registers[kRegisters[rm | extend_base]]);
+  }
+  const int64_t offset = displacement(at, displacement_bytes);
+  if (from_next_instruction) base = reinterpret_cast<uint64_t>(*at);
+  operand.address = base + static_cast<uint64_t>(offset);
+  return operand;
+}
+
 }  // namespace
 
 bool may_be_tile_instruction(const uint8_t* code) {
@@ -48,41 +85,20 @@ Decoded decode(const uint8_t* code, const greg_t* registers, Instruction* instru
   const int extend_index = code[1] & 0x40 ? 0 : 8;
   const int extend_base = code[1] & 0x20 ? 0 : 8;
   const uint8_t modrm = code[4];
-  const int mod = modrm >> 6;
-  const int rm = modrm & 7;
 
   Instruction decoded{};
   decoded.operation = operation_of(code[3], code[2] & 3, modrm);
   if (decoded.operation == AMXEMU_OPERATIONS) return Decoded::kOther;
   decoded.reg = (modrm >> 3 & 7) | extend_reg;
-  decoded.rm = rm | (mod == 3 ? extend_base : 0);
+  decoded.rm = (modrm & 7) | extend_base;
   decoded.vvvv = ~(code[2] >> 3) & 15;
 
   const uint8_t* at = code + 5;
-  if (mod != 3) {
-    uint64_t base = 0;
-    int displacement_bytes = mod == 1 ? 1 : mod == 2 ? 4 : 0;
-    bool from_next_instruction = false;
-    if (rm == 4) {
-      const uint8_t sib = *at++;
-      decoded.has_sib = true;
-      const int index = (sib >> 3 & 7) | extend_index;
-      // 4 means no index; r12, which is 4 extended, is one.
-      if (index != 4) decoded.stride = static_cast<uint64_t>(registers[kRegisters[index]]) << (sib >> 6);
-      if ((sib & 7) == 5 && mod == 0) {
-        displacement_bytes = 4;  // no base
-      } else {
-        base = static_cast<uint64_t>(registers[kRegisters[(sib & 7) | extend_base]]);
-      }
-    } else if (rm == 5 && mod == 0) {
-      displacement_bytes = 4;
-      from_next_instruction = true;
-    } else {
-      base = static_cast<uint64_t>(registers[kRegisters[rm | extend_base]]);
-    }
-    const int64_t offset = displacement(&at, displacement_bytes);
-    if (from_next_instruction) base = reinterpret_cast<uint64_t>(at);
-    decoded.address = base + static_cast<uint64_t>(offset);
+  if (modrm < 0xc0) {
+    const MemoryOperand operand = memory_operand(modrm, extend_index, extend_base, registers, &at);
+    decoded.has_sib = operand.has_sib;
+    decoded.address = operand.address;
+    decoded.stride = operand.stride;
   }
   decoded.length = static_cast<int>(at - code);
   *instruction = decoded;
@@ -92,6 +108,17 @@ Decoded decode(const uint8_t* code, const greg_t* registers, Instruction* instru
   if (code[2] & 0x04) *reason = "VEX.L must be 0";
   if (decoded.operation != AMXEMU_TDPBF16PS && decoded.vvvv != 0) *reason = "VEX.vvvv must be 1111b";
   return *reason ? Decoded::kUndefined : Decoded::kTile;
+}
+
+bool execute_address_computation(greg_t* registers) {
+  const uint8_t* code = reinterpret_cast<const uint8_t*>(registers[REG_RIP]);
+  const uint8_t rex = code[0], modrm = code[2];
+  if ((rex & 0xf8) != 0x48 || code[1] != 0x8d || modrm >= 0xc0) return false;
+  const uint8_t* at = code + 3;
+  const MemoryOperand operand = memory_operand(modrm, rex & 2 ? 8 : 0, rex & 1 ? 8 : 0, registers, &at);
+  registers[kRegisters[(modrm >> 3 & 7) | (rex & 4 ? 8 : 0)]] = static_cast<greg_t>(operand.address + operand.stride);
+  registers[REG_RIP] = reinterpret_cast<greg_t>(at);
+  return true;
 }
 
 }  // namespace amx_emulator

@@ -46,4 +46,8 @@ Decoded decode(const uint8_t* code, const greg_t* registers, Instruction* instru
 // Whether the four bytes at `code` begin like a tile instruction.
 bool may_be_tile_instruction(const uint8_t* code);
 
+// Executes the instruction at RIP if it is a 64-bit LEA, which compilers put between tile instructions and which
+// changes no flags; false if it is another one.
+bool execute_address_computation(greg_t* registers);
+
 }  // namespace amx_emulator

@@ -105,6 +105,8 @@ void deliver_general_protection() {
   libc_syscall(SYS_rt_tgsigqueueinfo, queue);
 }
 
+constexpr int kLongestInstruction = 15;
+
 void on_illegal_instruction(int signal_number, siginfo_t* info, void* context) {
   const int saved_errno = errno;
   greg_t* registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
@@ -133,12 +135,13 @@ void on_illegal_instruction(int signal_number, siginfo_t* info, void* context) {
     }
     __atomic_fetch_add(&thread->counters[instruction.operation], 1, __ATOMIC_RELAXED);
     registers[REG_RIP] += instruction.length;
-    // A tile instruction that follows runs at once, which saves a signal; only within the page that this one came from,
-    // because the next may not be mapped.
-    const uintptr_t next = static_cast<uintptr_t>(registers[REG_RIP]);
-    const uintptr_t page = reinterpret_cast<uintptr_t>(code) >> 12;
-    if (next >> 12 != page || (next + 3) >> 12 != page) break;
-    if (!may_be_tile_instruction(reinterpret_cast<const uint8_t*>(next))) break;
+    // Tile instructions that follow run at once, with the address computations between them: a signal costs more than a
+    // tile product. Only within the page that this one came from, because the next may not be mapped.
+    const greg_t page = reinterpret_cast<greg_t>(code) >> 12;
+    const auto on_the_page = [&] { return (registers[REG_RIP] + kLongestInstruction - 1) >> 12 == page; };
+    while (on_the_page() && execute_address_computation(registers)) {
+    }
+    if (!on_the_page() || !may_be_tile_instruction(reinterpret_cast<const uint8_t*>(registers[REG_RIP]))) break;
   }
   errno = saved_errno;
 }

@@ -62,6 +62,32 @@ TEST_F(Process, CountersSumOverThreadsThatEnded) {
   for (uint64_t counter : counters) EXPECT_EQ(counter, 0u);
 }
 
+// The handler executes these itself when a tile instruction comes before.
+TEST_F(Process, AddressComputationsBetweenTileInstructions) {
+  load_config(TileConfig().with(0, 16, 64));
+  const uint64_t base = 0x123456789abcull, index = 0x1111ull;
+  uint64_t full = 0, only_index = 0, short_offset = 0, extended = 0, here = 0, there = 1;
+  __asm__ volatile(
+      "tilezero %%tmm0\n lea -0x12345(%[base],%[index],8), %[full]\n"
+      "tilezero %%tmm0\n lea 0x40(,%[index],4), %[only_index]\n lea -8(%[base]), %[short_offset]\n"
+      "tilezero %%tmm0\n"
+      : [full] "=&r"(full), [only_index] "=&r"(only_index), [short_offset] "=&r"(short_offset)
+      : [base] "r"(base), [index] "r"(index));
+  EXPECT_EQ(full, base + 8 * index - 0x12345);
+  EXPECT_EQ(only_index, 4 * index + 0x40);
+  EXPECT_EQ(short_offset, base - 8);
+  __asm__ volatile(
+      "mov %[base], %%r13\n mov %[index], %%r12\n stc\n"
+      "tilezero %%tmm0\n lea 0(%%r13,%%r12,2), %%r15\n lea 1f(%%rip), %[here]\n tilezero %%tmm0\n"
+      "1: lea 1b(%%rip), %[there]\n"
+      "mov %%r15, %[extended]\n jc 2f\n ud2\n 2:"
+      : [here] "=&r"(here), [there] "=&r"(there), [extended] "=&r"(extended)
+      : [base] "r"(base), [index] "r"(index)
+      : "r12", "r13", "r15", "cc");
+  EXPECT_EQ(extended, base + 2 * index);
+  EXPECT_EQ(here, there);
+}
+
 TEST_F(Process, ForkKeepsTheTiles) {
   const TileConfig config = TileConfig().with(0, 16, 64).with(4, 3, 8);
   load_config(config);
