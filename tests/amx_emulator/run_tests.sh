@@ -38,7 +38,8 @@ import json, torch, blockscale
 row = json.loads(torch.ops.blockscale.isa_info())["isas"][-1]
 print("" if row["active"] else row["reason"])') || reason="isa_info failed"
 case $reason in
-  "") emulated "$python" -m pytest -q -m isa tests/python || failed+=("Python") ;;
+  # Outputs and weights of 2^31 elements would take millions of emulated products: minutes.
+  "") emulated "$python" -m pytest -q -m isa -k "not beyond_two_to_the_31" tests/python || failed+=("Python") ;;
   *AVX512*) echo "skipped: $reason" ;;
   *) failed+=("Python: amx_bf16 is not active: $reason") ;;
 esac
