@@ -5,10 +5,9 @@
 // A batch-reduce GEMM over the units of K: a unit's codes of 2 strips are decoded into L1 once and meet every row tile
 // of a block; C tiles start at zero in each unit, and their sums go into fp32 totals with the unit's scale:
 //
-//   registers   C 0 1     rows 0-15        A 4     B 6 7       2 x 2: a step of 32 k is 4 loads for 4 products
-//               C 2 3     rows 16-31       A 5
-//               C 0 1 2 3 rows 0-15        A 4     B 6 7       1 x 4 where the block has one row tile: 5 loads for 4
-//               products
+//   registers   C 0 1      rows 0-15     A 4    B 6 7    2 x 2: a step of 32 k is 4 loads for 4 products
+//               C 2 3      rows 16-31    A 5
+//               C 0 1 2 3  rows 0-15     A 4    B 6 7    1 x 4 where M <= 16: 5 loads for 4 products
 //
 // The sums of a unit depend on its own codes and x alone, so bits do not depend on M, position or split, as on every
 // ISA.
