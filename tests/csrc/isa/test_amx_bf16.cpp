@@ -29,7 +29,7 @@ constexpr int64_t kBlockK[] = {3, 48, 64, 128, 192, kAll};
 uint64_t ideal_products(const CaseOptions& o) {
   int64_t steps = 0;
   for (int64_t k = 0; k < o.K;) {
-    const int64_t end = std::min({o.K, k + kUnitK, k + o.block_k - k % o.block_k});
+    const int64_t end = std::min({o.K, k + kUnitK, k + (o.block_k - k % o.block_k)});
     steps += test::ceil_div(end - k, 32);
     k = end;
   }

@@ -43,7 +43,7 @@ inline float model_output(LinearCase& problem, const std::vector<double>& x_row,
   const CaseOptions& o = problem.options;
   float total = 0;
   for (int64_t k = 0; k < o.K;) {
-    const int64_t end = std::min({o.K, k + kUnitK, k + o.block_k - k % o.block_k});
+    const int64_t end = std::min({o.K, k + kUnitK, k + (o.block_k - k % o.block_k)});
     const float scale = problem.scale(n, k);
     float c = 0;
     while (k < end) {
