@@ -1,12 +1,14 @@
 // The torch ops of namespace `blockscale`: schemas, checks, allocation and the thread pool. What computes is
 // torch-free, below gemm/, isa/ and quant/. Only torch's stable ABI (target 2.11) is used, so one shared object serves
 // every torch from 2.11 on.
-#include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdio>
+#include <limits>
 #include <memory>
 #include <new>
 #include <optional>
@@ -19,68 +21,12 @@
 #include "gemm/pack.h"
 #include "gemm/plan.h"
 #include "isa/isa.h"
+#include "quant/activations.h"
 #include "quant/quantize.h"
+#include "tensors.h"
 
 namespace blockscale {
 namespace {
-
-Tensor empty_cpu(const std::vector<int64_t>& sizes, ScalarType type) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = stride;
-    stride *= sizes[i] > 0 ? sizes[i] : 1;
-  }
-  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, aoti_torch_device_type_cpu(), 0,
-                                                         &handle));
-  return Tensor(handle);
-}
-
-std::vector<int64_t> shape_of(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  return std::vector<int64_t>(sizes.begin(), sizes.end());
-}
-
-void parallel_for(int64_t count, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, grain, body, context));
-}
-
-template <class Body>
-void parallel_for(int64_t count, int64_t grain, const Body& body) {
-  parallel_for(
-      count, grain, [](int64_t begin, int64_t end, void* context) { (*static_cast<const Body*>(context))(begin, end); },
-      const_cast<Body*>(&body));
-}
-
-// A packed weight is streamed once a token: 2 MiB pages save the misses of 512 small ones. Best effort.
-void advise_huge_pages(void* data, int64_t bytes) {
-  constexpr uintptr_t kHugePage = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) & ~(kHugePage - 1);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) & ~(kHugePage - 1);
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-}
-
-// A thread's share of byte-moving work is worth waking it from about 64 KiB on.
-int64_t rows_per_task(int64_t bytes_per_row) {
-  return std::max<int64_t>(1, (64 << 10) / std::max<int64_t>(1, bytes_per_row));
-}
-
-// A weight [N, K] or [E, N, K] as E matrices.
-struct Matrices {
-  explicit Matrices(const Tensor& tensor) {
-    const int64_t dim = tensor.dim();
-    count = dim == 3 ? tensor.size(0) : 1;
-    stride = dim == 3 ? tensor.stride(0) : 0;
-    rows = tensor.size(dim - 2);
-    columns = tensor.size(dim - 1);
-    row_stride = tensor.stride(dim - 2);
-    column_stride = tensor.stride(dim - 1);
-  }
-  int64_t count, stride, rows, columns, row_stride, column_stride;
-};
 
 void pack_matrix(const uint8_t* codes, const Matrices& m, uint8_t* packed) {
   parallel_for(strip_count(m.rows), rows_per_task(16 * m.columns), [&](int64_t begin, int64_t end) {
@@ -119,74 +65,48 @@ Tensor unpack_weight_op(Tensor packed) {
   return weight;
 }
 
-// One matrix of scales as fp32: the tensor's own memory, or a widened copy that keeps column-major order.
-class Fp32Scales {
- public:
-  Fp32Scales(const Tensor& scales, int64_t offset, const std::vector<int64_t>& block) {
-    const int64_t dim = scales.dim();
-    const int64_t rows = scales.size(dim - 2), columns = scales.size(dim - 1);
-    const int64_t stride_n = scales.stride(dim - 2), stride_k = scales.stride(dim - 1);
-    const ScalarType type = scales.scalar_type();
-    const void* data = scales.const_data_ptr();
-    if (type == ScalarType::Float) {
-      grid = {static_cast<const float*>(data) + offset, stride_n, stride_k, block[0], block[1]};
-      return;
-    }
-    widened_.resize(static_cast<size_t>(rows * columns));
-    const bool column_major = stride_n == 1 && rows > 1;
-    grid = {widened_.data(), column_major ? 1 : columns, column_major ? rows : 1, block[0], block[1]};
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < columns; ++j) {
-        const int64_t index = offset + i * stride_n + j * stride_k;
-        widened_[static_cast<size_t>(i * grid.stride_n + j * grid.stride_k)] =
-            type == ScalarType::BFloat16 ? bf16_to_float(static_cast<const uint16_t*>(data)[index])
-                                         : e8m0_to_float(static_cast<const uint8_t*>(data)[index]);
-      }
-    }
+// The checks of a packed or plain weight argument.
+void check_weight(const Check& check, const char* name, const Tensor& weight, bool is_vnni) {
+  if (is_vnni) {
+    check.dtype(name, weight, ScalarType::Byte, " (from convert_weight_packed) with is_vnni=True");
+  } else {
+    check.dtype(name, weight, ScalarType::Float8_e4m3fn, " with is_vnni=False");
   }
+  if (weight.dim() != 2) check.fail(std::string("`") + name + "` of shape [N, K]", list_text(weight.sizes()));
+  if (is_vnni) check.packed_contiguous(name, weight);
+}
 
-  ScaleGrid grid;
-
- private:
-  // 2^(code - 127); code 0 is the subnormal 2^-127, code 255 is NaN.
-  static float e8m0_to_float(uint8_t code) {
-    return bits_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : static_cast<uint32_t>(code) << 23);
+// What the two products share: weight, its scales, bias and output; `problem` holds M, N, K and x. Everything is
+// checked.
+void multiply(LinearProblem& problem, const Tensor& weight, const Tensor& scales,
+              const std::vector<int64_t>& block_size, const std::optional<Tensor>& bias, Tensor& out, bool is_vnni,
+              Isa active) {
+  const auto* codes = static_cast<const uint8_t*>(weight.const_data_ptr());
+  std::unique_ptr<uint8_t[]> packed;
+  if (!is_vnni) {
+    packed.reset(new uint8_t[static_cast<size_t>(problem.N * problem.K)]);
+    pack_matrix(codes, Matrices(weight), packed.get());
   }
-  std::vector<float> widened_;
-};
-
-// x as (M, K) with one row stride, copied only where its strides allow no such view.
-struct Rows {
-  explicit Rows(const Tensor& x) : tensor(x) {
-    if (!view()) {
-      tensor = torch::stable::contiguous(x);
-      view();
-    }
+  problem.weight = is_vnni ? codes : packed.get();
+  const Fp32Scales fp32_scales(scales, 0, block_size);
+  problem.scales = fp32_scales.grid.data;
+  problem.scale_stride_n = fp32_scales.grid.stride_n;
+  problem.scale_stride_k = fp32_scales.grid.stride_k;
+  problem.block_n = block_size[0];
+  problem.block_k = block_size[1];
+  std::optional<Tensor> bias_row;
+  if (bias) {
+    bias_row = torch::stable::contiguous(*bias);
+    problem.bias = bias_row->const_data_ptr();
+    problem.bias_type = float_type(bias_row->scalar_type());
   }
-  Tensor tensor;
-  int64_t count = 1, stride = 0;
-
- private:
-  bool view() {
-    const auto sizes = tensor.sizes();
-    const auto strides = tensor.strides();
-    const int64_t dim = tensor.dim();
-    count = 1;
-    stride = sizes[dim - 1];
-    if (sizes[dim - 1] > 1 && strides[dim - 1] != 1) return false;
-    for (int64_t d = dim - 2; d >= 0; --d) {
-      if (sizes[d] != 1) {
-        if (count == 1) {
-          stride = strides[d];
-        } else if (strides[d] != stride * count) {
-          return false;
-        }
-      }
-      count *= sizes[d];
-    }
-    return true;
-  }
-};
+  problem.out = out.mutable_data_ptr();
+  problem.out_type = float_type(out.scalar_type());
+  problem.out_stride = problem.N;
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  const Plan plan = plan_linear(problem.M, problem.N, problem.K, problem.x_type, active, threads);
+  if (!linear(problem, plan, parallel_for)) throw std::bad_alloc();
+}
 
 Tensor fp8_scaled_mm_cpu(Tensor mat1, Tensor mat2, Tensor scales2, std::vector<int64_t> block_size,
                          std::optional<Tensor> bias, ScalarType out_dtype, bool is_vnni) {
@@ -194,13 +114,7 @@ Tensor fp8_scaled_mm_cpu(Tensor mat1, Tensor mat2, Tensor scales2, std::vector<i
   LinearProblem problem;
   problem.x_type = check.float_dtype("mat1", mat1.scalar_type());
   if (mat1.dim() == 0) check.fail("`mat1` of shape [..., K]", "[]");
-  if (is_vnni) {
-    check.dtype("mat2", mat2, ScalarType::Byte, " (from convert_weight_packed) with is_vnni=True");
-  } else {
-    check.dtype("mat2", mat2, ScalarType::Float8_e4m3fn, " with is_vnni=False");
-  }
-  if (mat2.dim() != 2) check.fail("`mat2` of shape [N, K]", list_text(mat2.sizes()));
-  if (is_vnni) check.packed_contiguous("mat2", mat2);
+  check_weight(check, "mat2", mat2, is_vnni);
   problem.N = mat2.size(0);
   problem.K = mat2.size(1);
   if (mat1.size(mat1.dim() - 1) != problem.K) {
@@ -219,36 +133,87 @@ Tensor fp8_scaled_mm_cpu(Tensor mat1, Tensor mat2, Tensor scales2, std::vector<i
   out_shape.back() = problem.N;
   Tensor out = empty_cpu(out_shape, out_dtype);
   if (problem.M == 0 || problem.N == 0) return out;
-
   problem.x = x.tensor.const_data_ptr();
   problem.x_stride = x.stride;
-  const auto* codes = static_cast<const uint8_t*>(mat2.const_data_ptr());
-  std::unique_ptr<uint8_t[]> packed;
-  if (!is_vnni) {
-    packed.reset(new uint8_t[static_cast<size_t>(problem.N * problem.K)]);
-    pack_matrix(codes, Matrices(mat2), packed.get());
-  }
-  problem.weight = is_vnni ? codes : packed.get();
-  const Fp32Scales scales(scales2, 0, block_size);
-  problem.scales = scales.grid.data;
-  problem.scale_stride_n = scales.grid.stride_n;
-  problem.scale_stride_k = scales.grid.stride_k;
-  problem.block_n = block_size[0];
-  problem.block_k = block_size[1];
-  std::optional<Tensor> bias_row;
-  if (bias) {
-    bias_row = torch::stable::contiguous(*bias);
-    problem.bias = bias_row->const_data_ptr();
-    problem.bias_type = float_type(bias_row->scalar_type());
-  }
-  problem.out = out.mutable_data_ptr();
-  problem.out_type = float_type(out_dtype);
-  problem.out_stride = problem.N;
-
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  const Plan plan = plan_linear(problem.M, problem.N, problem.K, problem.x_type, active, threads);
-  if (!linear(problem, plan, parallel_for)) throw std::bad_alloc();
+  multiply(problem, mat2, scales2, block_size, bias, out, is_vnni, active);
   return out;
+}
+
+Tensor fp8_w8a8_block_scaled_mm_cpu(Tensor A, Tensor B, Tensor As, Tensor Bs, std::vector<int64_t> block_size,
+                                    std::optional<Tensor> bias, ScalarType out_dtype, bool is_vnni) {
+  const Check check("fp8_w8a8_block_scaled_mm_cpu");
+  check.dtype("A", A, ScalarType::Float8_e4m3fn);
+  if (A.dim() != 2) check.fail("`A` of shape [M, K]", list_text(A.sizes()));
+  check_weight(check, "B", B, is_vnni);
+  LinearProblem problem;
+  problem.M = A.size(0);
+  problem.N = B.size(0);
+  problem.K = B.size(1);
+  if (A.size(1) != problem.K) {
+    check.fail("`A` of shape [M, K] with K = B.size(1) = " + std::to_string(problem.K), list_text(A.sizes()));
+  }
+  check.block_size(block_size);
+  check.dtype("As", As, ScalarType::Float);
+  const std::vector<int64_t> groups = {problem.M, ceil_div(problem.K, block_size[1])};
+  if (shape_of(As) != groups) {
+    check.fail("`As` of shape [M, ceil(K/block_k)] = " + list_text(groups), list_text(As.sizes()));
+  }
+  check.scales("Bs", Bs, B, block_size);
+  if (bias) check.bias(*bias, problem.N);
+  check.out_dtype(out_dtype);
+  const Isa active = active_isa();
+
+  Tensor out = empty_cpu({problem.M, problem.N}, out_dtype);
+  if (problem.M == 0 || problem.N == 0) return out;
+  // Codes of A become bf16 once, exactly: a pass over M x K beside a product of M x N x K.
+  const Rows codes(A);
+  const Tensor x = empty_cpu({problem.M, problem.K}, ScalarType::BFloat16);
+  auto* bf16 = static_cast<uint16_t*>(x.mutable_data_ptr());
+  const auto* a = static_cast<const uint8_t*>(codes.tensor.const_data_ptr());
+  parallel_for(problem.M, rows_per_task(problem.K), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) decode_to_bf16(a + m * codes.stride, problem.K, bf16 + m * problem.K);
+  });
+  problem.x = bf16;
+  problem.x_type = FloatType::kBf16;
+  problem.x_stride = problem.K;
+  problem.x_scales = static_cast<const float*>(As.const_data_ptr());
+  problem.x_scale_stride_m = As.stride(0);
+  problem.x_scale_stride_k = As.stride(1);
+  multiply(problem, B, Bs, block_size, bias, out, is_vnni, active);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> per_token_group_quant_fp8(Tensor x, int64_t group_size, double eps, bool column_major_scales,
+                                                     bool use_ue8m0) {
+  const Check check("per_token_group_quant_fp8");
+  const FloatType type = check.float_dtype("x", x.scalar_type());
+  if (x.dim() == 0) check.fail("`x` of shape [..., K]", "[]");
+  if (group_size <= 0) check.fail("`group_size` positive", std::to_string(group_size));
+  if (!(eps > 0 && eps < std::numeric_limits<float>::infinity())) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%g", eps);
+    check.fail("`eps` positive and finite", text);
+  }
+  const Rows rows(x);
+  const int64_t K = x.size(x.dim() - 1);
+  const int64_t group = std::min(group_size, std::max<int64_t>(K, 1));
+  const int64_t groups = ceil_div(K, group_size);
+  std::vector<int64_t> scales_shape = shape_of(x);
+  scales_shape.back() = groups;
+  Tensor codes = empty_cpu(shape_of(x), ScalarType::Float8_e4m3fn);
+  Tensor scales = column_major_scales ? empty_column_major_cpu(scales_shape, ScalarType::Float)
+                                      : empty_cpu(scales_shape, ScalarType::Float);
+  if (rows.count == 0 || K == 0) return {codes, scales};
+  const int64_t stride_m = column_major_scales ? 1 : groups;
+  const int64_t stride_g = column_major_scales ? rows.count : 1;
+  const ActivationGroups settings{K, group, static_cast<float>(eps), use_ue8m0};
+  const auto* in = rows.tensor.const_data_ptr();
+  auto* out = static_cast<uint8_t*>(codes.mutable_data_ptr());
+  auto* out_scales = static_cast<float*>(scales.mutable_data_ptr());
+  parallel_for(rows.count, rows_per_task(K), [&](int64_t begin, int64_t end) {
+    quantize_activation_rows(in, type, rows.stride, settings, begin, end, out, out_scales, stride_m, stride_g);
+  });
+  return {codes, scales};
 }
 
 std::tuple<Tensor, Tensor> quantize_weight_block_fp8(Tensor weight, std::vector<int64_t> block_size) {
@@ -347,6 +312,12 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
       "fp8_scaled_mm_cpu(Tensor mat1, Tensor mat2, Tensor scales2, int[] block_size, Tensor? bias, ScalarType "
       "out_dtype, "
       "bool is_vnni) -> Tensor");
+  m.def(
+      "fp8_w8a8_block_scaled_mm_cpu(Tensor A, Tensor B, Tensor As, Tensor Bs, int[] block_size, Tensor? bias, "
+      "ScalarType out_dtype, bool is_vnni) -> Tensor");
+  m.def(
+      "per_token_group_quant_fp8(Tensor x, int group_size, float eps, bool column_major_scales, bool use_ue8m0) -> "
+      "(Tensor, Tensor)");
   m.def("quantize_weight_block_fp8(Tensor weight, int[] block_size) -> (Tensor, Tensor)");
   m.def("dequantize_weight_block_fp8(Tensor weight, Tensor scales, int[] block_size, ScalarType out_dtype) -> Tensor");
   m.def("isa_info() -> str");
@@ -356,6 +327,8 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CPU, m) {
   m.impl("convert_weight_packed", TORCH_BOX(&convert_weight_packed));
   m.impl("unpack_weight", TORCH_BOX(&unpack_weight_op));
   m.impl("fp8_scaled_mm_cpu", TORCH_BOX(&fp8_scaled_mm_cpu));
+  m.impl("fp8_w8a8_block_scaled_mm_cpu", TORCH_BOX(&fp8_w8a8_block_scaled_mm_cpu));
+  m.impl("per_token_group_quant_fp8", TORCH_BOX(&per_token_group_quant_fp8));
   m.impl("quantize_weight_block_fp8", TORCH_BOX(&quantize_weight_block_fp8));
   m.impl("dequantize_weight_block_fp8", TORCH_BOX(&dequantize_weight_block_fp8));
 }

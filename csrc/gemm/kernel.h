@@ -21,12 +21,16 @@ constexpr int64_t kStagedBytes = 2 * (kUnitK / 4 + 1) * 64;  // two units of 128
 constexpr int64_t kScratchBytes = kPackedXBytes + kCarryBytes + kMaxUnits * kUnitBytes + kStagedBytes;
 static_assert(kScratchBytes <= 1 << 20, "a thread's scratch stays within 1 MiB whatever K is");
 
-// out[m, n] = sum_k x[m, k] * decode(weight[n, k]) * scales[n / block_n, k / block_k] + bias[n]
-// for rows [row_begin, row_end) and strips [strip_begin, strip_end). Strides count elements.
+// out[m, n] = sum_k x[m, k] * decode(weight[n, k]) * scales[n / block_n, k / block_k] * x_scales[m, k / block_k] +
+// bias[n] for rows [row_begin, row_end) and strips [strip_begin, strip_end). Strides count elements.
 struct LinearTask {
   const void* x;  // (M, K), unit stride along K; any alignment
   FloatType x_type;
   int64_t x_stride;
+
+  const float* x_scales;  // [M, ceil(K / block_k)], or null: 1
+  int64_t x_scale_stride_m;
+  int64_t x_scale_stride_k;
 
   const uint8_t* weight;  // packed (N, K), see gemm/pack.h
   int64_t N;

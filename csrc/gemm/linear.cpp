@@ -1,12 +1,11 @@
 // See linear.h. Splits the plan's items into kernel tasks; each is one indirect call into csrc/isa/<isa>.cpp.
 #include "gemm/linear.h"
 
-#include <xmmintrin.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 
+#include "formats/float_mode.h"
 #include "gemm/kernel.h"
 #include "gemm/pack.h"
 
@@ -22,18 +21,6 @@ struct Scratch {
     if (!bytes) bytes = static_cast<unsigned char*>(std::aligned_alloc(64, kScratchBytes));
     return bytes;
   }
-};
-
-// Kernels see rounding to nearest and no flushing of subnormals, whatever the caller set for its own arithmetic.
-class DefaultFloatMode {
- public:
-  DefaultFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-  ~DefaultFloatMode() { _mm_setcsr(saved_); }
-  DefaultFloatMode(const DefaultFloatMode&) = delete;
-  DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
-
- private:
-  unsigned saved_;
 };
 
 struct Run {
@@ -53,7 +40,7 @@ void run_items(int64_t begin, int64_t end, void* context) {
     run.failed = true;
     return;
   }
-  const DefaultFloatMode float_mode;
+  const PlainArithmetic plain;
   const Plan& plan = run.plan;
   while (begin < end) {
     const int64_t part = begin / plan.strips;
@@ -76,6 +63,9 @@ bool linear(const LinearProblem& problem, const Plan& plan, ParallelFor parallel
   task.x = problem.x;
   task.x_type = problem.x_type;
   task.x_stride = problem.x_stride;
+  task.x_scales = problem.x_scales;
+  task.x_scale_stride_m = problem.x_scale_stride_m;
+  task.x_scale_stride_k = problem.x_scale_stride_k;
   task.weight = problem.weight;
   task.N = problem.N;
   task.K = problem.K;

@@ -17,6 +17,8 @@ struct LinearProblem {
   const void* x = nullptr;  // (M, K)
   FloatType x_type = FloatType::kF32;
   int64_t x_stride = 0;
+  const float* x_scales = nullptr;  // [M, ceil(K / block_k)], or null: 1
+  int64_t x_scale_stride_m = 0, x_scale_stride_k = 0;
   const uint8_t* weight = nullptr;  // packed (N, K), gemm/pack.h
   WeightFormat format = WeightFormat::kFp8E4m3;
   const float* scales = nullptr;  // [ceil(N / block_n), ceil(K / block_k)]

@@ -6,7 +6,7 @@
 // position and split of the work, so the bits of a row depend on the ISA alone:
 //
 //   chain = sum over the k of one unit, in k order, from zero    one chain, or one each for even and odd k
-//   total = fma(chain, scale, total)                             in unit order, from zero
+//   total = fma(chain, scale * x_scale, total)                   in unit order, from zero; x_scale 1 if x has none
 //   out   = round(total + bias)                                  one rounding to the output type
 //
 // Small row blocks take two units side by side, whose chains are independent.
@@ -29,11 +29,11 @@ constexpr int64_t kRowChunkBytes = 384 << 10;
 
 struct Unit {
   int64_t k_begin;
-  int64_t scale_offset;  // of this unit's k-block within a row of scales
-  int32_t depth;         // k in the unit, 1 .. kUnitK
-  int32_t quads;         // 4-k chunks that hold them, counting those shared with a neighbour
-  int32_t x_quad;        // first chunk of packed x
-  int32_t staged;        // 1: a border lies inside a chunk, so codes are copied with zeros beyond it
+  int64_t k_block;  // k_begin / block_k, the column of its scales
+  int32_t depth;    // k in the unit, 1 .. kUnitK
+  int32_t quads;    // 4-k chunks that hold them, counting those shared with a neighbour
+  int32_t x_quad;   // first chunk of packed x
+  int32_t staged;   // 1: a border lies inside a chunk, so codes are copied with zeros beyond it
 };
 static_assert(sizeof(Unit) <= kUnitBytes, "scratch holds kMaxUnits of these");
 
@@ -83,7 +83,7 @@ BLOCKSCALE_INLINE int64_t cut_units(const LinearTask& task, int64_t k_begin, int
     const int64_t unit_quads = quads_of(k, end);
     if (count > 0 && (quads + unit_quads) * x_bytes_per_quad > kPackedXBytes) break;
     units[count] = Unit{k,
-                        block * task.scale_stride_k,
+                        block,
                         static_cast<int32_t>(end - k),
                         static_cast<int32_t>(unit_quads),
                         static_cast<int32_t>(quads),
@@ -142,11 +142,21 @@ BLOCKSCALE_INLINE const uint8_t* unit_codes(const StripJob<X>& job, const Unit& 
 
 template <class V, class X>
 BLOCKSCALE_INLINE typename V::Scale unit_scale(const StripJob<X>& job, const Unit& unit, float* lanes) {
-  const float* scales = job.scales + unit.scale_offset;
+  const float* scales = job.scales + unit.k_block * job.task->scale_stride_k;
   if (job.uniform) return V::Scale::of_strip(*scales);
   if (job.adjacent) return V::Scale::of_columns(scales);
   for (int c = 0; c < kStripColumns; ++c) lanes[c] = scales[job.scale_lanes[c]];
   return V::Scale::of_columns(lanes);
+}
+
+// Scales of the block's rows of x in the unit's k-block, or null where x has none.
+template <int MR, class X>
+BLOCKSCALE_INLINE const float* row_scales(const StripJob<X>& job, const Unit& unit, float* rows) {
+  const LinearTask& task = *job.task;
+  if (!task.x_scales) return nullptr;
+  const float* scales = task.x_scales + job.row * task.x_scale_stride_m + unit.k_block * task.x_scale_stride_k;
+  for (int m = 0; m < MR; ++m) rows[m] = scales[m * task.x_scale_stride_m];
+  return rows;
 }
 
 // Adds the bias and stores row m of the job's block.
@@ -176,17 +186,20 @@ void multiply_strip(const StripJob<typename V::X>& job) {
     totals.load(job.carry);
   }
   alignas(64) float lanes[2][kStripColumns];
+  float rows[2][MR];
   for (int u = 0; u < job.unit_count;) {
     const Unit& unit = job.units[u];
     const uint8_t* codes = unit_codes(job, unit, 0);
     const typename V::X* x = job.x + static_cast<int64_t>(unit.x_quad) * kQuadX;
     const typename V::Scale scale = unit_scale<V>(job, unit, lanes[0]);
+    const float* x_scales = row_scales<MR>(job, unit, rows[0]);
     if constexpr (MR <= V::kSideBySideRows) {
       if (u + 1 < job.unit_count && job.units[u + 1].quads == unit.quads) {
         const Unit& next = job.units[u + 1];
         const uint8_t* next_codes = unit_codes(job, next, 1);
         const typename V::X* next_x = job.x + static_cast<int64_t>(next.x_quad) * kQuadX;
         const typename V::Scale next_scale = unit_scale<V>(job, next, lanes[1]);
+        const float* next_x_scales = row_scales<MR>(job, next, rows[1]);
         for (int part = 0; part < V::template parts<MR>(); ++part) {
           typename V::template Chains<MR> chains, next_chains;
           chains.clear();
@@ -202,8 +215,8 @@ void multiply_strip(const StripJob<typename V::X>& job) {
             chains.step(decoder, codes + 64 * q + offset, x + q * kQuadX);
             next_chains.step(decoder, next_codes + 64 * q + offset, next_x + q * kQuadX);
           }
-          totals.fold(part, chains, scale);
-          totals.fold(part, next_chains, next_scale);
+          totals.fold(part, chains, scale, x_scales);
+          totals.fold(part, next_chains, next_scale, next_x_scales);
         }
         u += 2;
         continue;
@@ -217,7 +230,7 @@ void multiply_strip(const StripJob<typename V::X>& job) {
         if (part == 0) __builtin_prefetch(codes + V::template prefetch_bytes<MR>() + 64 * q);
         chains.step(decoder, codes + 64 * q + offset, x + q * kQuadX);
       }
-      totals.fold(part, chains, scale);
+      totals.fold(part, chains, scale, x_scales);
     }
     ++u;
   }

@@ -62,9 +62,9 @@ struct VecAvx512Bf16 : RowsAvx512 {
       BLOCKSCALE_UNROLL
       for (int m = 0; m < MR; ++m) _mm512_storeu_ps(carry + 16 * m, total[m]);
     }
-    BLOCKSCALE_INLINE void fold(int, const Chains<MR>& chains, const Scale& scale) {
+    BLOCKSCALE_INLINE void fold(int, const Chains<MR>& chains, const Scale& scale, const float* x_scales) {
       BLOCKSCALE_UNROLL
-      for (int m = 0; m < MR; ++m) total[m] = _mm512_fmadd_ps(chains.chain[m], scale.value, total[m]);
+      for (int m = 0; m < MR; ++m) total[m] = _mm512_fmadd_ps(chains.chain[m], scale.of_row(x_scales, m), total[m]);
     }
     BLOCKSCALE_INLINE Row row(int m) const { return total[m]; }
   };

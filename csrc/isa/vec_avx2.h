@@ -134,7 +134,7 @@ struct VecAvx2 {
     BLOCKSCALE_INLINE void clear() { __builtin_memset(total, 0, sizeof(total)); }
     BLOCKSCALE_INLINE void load(const float* carry) { __builtin_memcpy(total, carry, sizeof(total)); }
     BLOCKSCALE_INLINE void store(float* carry) const { __builtin_memcpy(carry, total, sizeof(total)); }
-    BLOCKSCALE_INLINE void fold(int part, const Chains<MR>& chains, const Scale& scale) {
+    BLOCKSCALE_INLINE void fold(int part, const Chains<MR>& chains, const Scale& scale, const float* x_scales) {
       constexpr int kLanes = Chains<MR>::kLanes;
       BLOCKSCALE_UNROLL
       for (int lane = 0; lane < kLanes; ++lane) {
@@ -142,7 +142,8 @@ struct VecAvx2 {
         BLOCKSCALE_UNROLL
         for (int m = 0; m < MR; ++m) {
           float* sum = total[m][part * kLanes + lane];
-          _mm256_store_ps(sum, _mm256_fmadd_ps(chains.chain[m][lane], factor, _mm256_load_ps(sum)));
+          const __m256 row_factor = x_scales ? _mm256_mul_ps(factor, _mm256_set1_ps(x_scales[m])) : factor;
+          _mm256_store_ps(sum, _mm256_fmadd_ps(chains.chain[m][lane], row_factor, _mm256_load_ps(sum)));
         }
       }
     }

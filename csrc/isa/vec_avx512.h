@@ -43,6 +43,10 @@ struct RowsAvx512 {
     __m512 value;
     BLOCKSCALE_INLINE static Scale of_strip(float scale) { return {_mm512_set1_ps(scale)}; }
     BLOCKSCALE_INLINE static Scale of_columns(const float* scales) { return {_mm512_loadu_ps(scales)}; }
+    // Times the scale of row m of x, if there are any.
+    BLOCKSCALE_INLINE __m512 of_row(const float* x_scales, int m) const {
+      return x_scales ? _mm512_mul_ps(value, _mm512_set1_ps(x_scales[m])) : value;
+    }
   };
 
   static void widen(const void* x, FloatType type, int64_t index, int count, float* out) {
@@ -146,11 +150,12 @@ struct VecAvx512 : RowsAvx512 {
     BLOCKSCALE_INLINE void clear() { __builtin_memset(total, 0, sizeof(total)); }
     BLOCKSCALE_INLINE void load(const float* carry) { __builtin_memcpy(total, carry, sizeof(total)); }
     BLOCKSCALE_INLINE void store(float* carry) const { __builtin_memcpy(carry, total, sizeof(total)); }
-    BLOCKSCALE_INLINE void fold(int, const Chains<MR>& chains, const Scale& scale) {
+    BLOCKSCALE_INLINE void fold(int, const Chains<MR>& chains, const Scale& scale, const float* x_scales) {
       BLOCKSCALE_UNROLL
       for (int m = 0; m < MR; ++m) {
-        _mm512_store_ps(total[0][m], _mm512_fmadd_ps(chains.even[m], scale.value, _mm512_load_ps(total[0][m])));
-        _mm512_store_ps(total[1][m], _mm512_fmadd_ps(chains.odd[m], scale.value, _mm512_load_ps(total[1][m])));
+        const __m512 factor = scale.of_row(x_scales, m);
+        _mm512_store_ps(total[0][m], _mm512_fmadd_ps(chains.even[m], factor, _mm512_load_ps(total[0][m])));
+        _mm512_store_ps(total[1][m], _mm512_fmadd_ps(chains.odd[m], factor, _mm512_load_ps(total[1][m])));
       }
     }
     BLOCKSCALE_INLINE Row row(int m) const {

@@ -111,12 +111,13 @@ struct VecScalar {
     void clear() { __builtin_memset(total, 0, sizeof(total)); }
     void load(const float* carry) { __builtin_memcpy(total, carry, sizeof(total)); }
     void store(float* carry) const { __builtin_memcpy(carry, total, sizeof(total)); }
-    void fold(int, const Chains<MR>& chains, const Scale& scale) {
+    void fold(int, const Chains<MR>& chains, const Scale& scale, const float* x_scales) {
       for (int parity = 0; parity < 2; ++parity) {
         for (int m = 0; m < MR; ++m) {
           for (int c = 0; c < 16; ++c) {
             float& sum = total[parity][m][c];
-            sum = __builtin_fmaf(chains.sum[parity][m][c], scale.lane[c], sum);
+            const float factor = x_scales ? scale.lane[c] * x_scales[m] : scale.lane[c];
+            sum = __builtin_fmaf(chains.sum[parity][m][c], factor, sum);
           }
         }
       }
