@@ -150,13 +150,13 @@ BLOCKSCALE_INLINE typename V::Scale unit_scale(const StripJob<X>& job, const Uni
 }
 
 // Scales of the block's rows of x in the unit's k-block, or null where x has none.
-template <int MR, class X>
-BLOCKSCALE_INLINE const float* row_scales(const StripJob<X>& job, const Unit& unit, float* rows) {
+template <class X>
+BLOCKSCALE_INLINE const float* row_scales(const StripJob<X>& job, const Unit& unit, int rows, float* scratch) {
   const LinearTask& task = *job.task;
   if (!task.x_scales) return nullptr;
   const float* scales = task.x_scales + job.row * task.x_scale_stride_m + unit.k_block * task.x_scale_stride_k;
-  for (int m = 0; m < MR; ++m) rows[m] = scales[m * task.x_scale_stride_m];
-  return rows;
+  for (int m = 0; m < rows; ++m) scratch[m] = scales[m * task.x_scale_stride_m];
+  return scratch;
 }
 
 // Adds the bias and stores row m of the job's block.
@@ -192,14 +192,14 @@ void multiply_strip(const StripJob<typename V::X>& job) {
     const uint8_t* codes = unit_codes(job, unit, 0);
     const typename V::X* x = job.x + static_cast<int64_t>(unit.x_quad) * kQuadX;
     const typename V::Scale scale = unit_scale<V>(job, unit, lanes[0]);
-    const float* x_scales = row_scales<MR>(job, unit, rows[0]);
+    const float* x_scales = row_scales(job, unit, MR, rows[0]);
     if constexpr (MR <= V::kSideBySideRows) {
       if (u + 1 < job.unit_count && job.units[u + 1].quads == unit.quads) {
         const Unit& next = job.units[u + 1];
         const uint8_t* next_codes = unit_codes(job, next, 1);
         const typename V::X* next_x = job.x + static_cast<int64_t>(next.x_quad) * kQuadX;
         const typename V::Scale next_scale = unit_scale<V>(job, next, lanes[1]);
-        const float* next_x_scales = row_scales<MR>(job, next, rows[1]);
+        const float* next_x_scales = row_scales(job, next, MR, rows[1]);
         for (int part = 0; part < V::template parts<MR>(); ++part) {
           typename V::template Chains<MR> chains, next_chains;
           chains.clear();

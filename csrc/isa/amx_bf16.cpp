@@ -154,11 +154,13 @@ BLOCKSCALE_INLINE void multiply_one(const uint8_t* a, const uint8_t* b, int tile
   if constexpr (Strips > 3) _tile_stored(3, c + 768, 64);
 }
 
-// totals[m] = fma(c[m], scale, totals[m]) for the rows of one C tile.
-BLOCKSCALE_INLINE void fold_tile(const float* c, const RowsAvx512::Scale& scale, int rows, float* totals) {
+// totals[m] = fma(c[m], scale * x_scales[m], totals[m]) for the rows of one C tile; x_scales may be null.
+BLOCKSCALE_INLINE void fold_tile(const float* c, const RowsAvx512::Scale& scale, const float* x_scales, int rows,
+                                 float* totals) {
   for (int m = 0; m < rows; ++m) {
     float* total = totals + 16 * m;
-    _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(c + 16 * m), scale.value, _mm512_load_ps(total)));
+    _mm512_store_ps(total,
+                    _mm512_fmadd_ps(_mm512_load_ps(c + 16 * m), scale.of_row(x_scales, m), _mm512_load_ps(total)));
   }
 }
 
@@ -188,6 +190,8 @@ void multiply_strips(const StripJob<uint8_t>* jobs, int rows) {
       scales[s] = unit_scale<RowsAvx512>(job, unit, lanes);
     }
     publish(decoded);
+    float row_buffer[kBlockRows];
+    const float* x_scales = row_scales(jobs[0], unit, rows, row_buffer);
     const uint8_t* a = jobs[0].x + static_cast<int64_t>(unit.x_quad / (kTileK / 4)) * row_tiles * kTileBytes;
     int tile = 0;
     if constexpr (Strips <= 2) {
@@ -196,8 +200,8 @@ void multiply_strips(const StripJob<uint8_t>* jobs, int rows) {
         for (int r = 0; r < 2; ++r) {
           const int first = (tile + r) * kTileRows;
           for (int s = 0; s < Strips; ++s) {
-            fold_tile(c + (2 * r + s) * 256, scales[s], rows - first < kTileRows ? rows - first : kTileRows,
-                      jobs[s].carry + 16 * first);
+            fold_tile(c + (2 * r + s) * 256, scales[s], x_scales ? x_scales + first : nullptr,
+                      rows - first < kTileRows ? rows - first : kTileRows, jobs[s].carry + 16 * first);
           }
         }
       }
@@ -205,7 +209,8 @@ void multiply_strips(const StripJob<uint8_t>* jobs, int rows) {
     if (tile < row_tiles) {
       multiply_one<Strips>(a + tile * tiles * kTileBytes, decoded, tiles, c);
       for (int s = 0; s < Strips; ++s) {
-        fold_tile(c + s * 256, scales[s], rows - tile * kTileRows, jobs[s].carry + 16 * tile * kTileRows);
+        fold_tile(c + s * 256, scales[s], x_scales ? x_scales + tile * kTileRows : nullptr, rows - tile * kTileRows,
+                  jobs[s].carry + 16 * tile * kTileRows);
       }
     }
   }
