@@ -79,6 +79,19 @@ def check_packed_strides(where: str, name: str, packed: Tensor) -> None:
         refuse(where, words, f"strides {list(packed.stride())}")
 
 
+def check_weight(where: str, name: str, weight: Tensor, is_vnni: bool) -> None:
+    """The argument ``name`` is a packed weight, or with ``is_vnni=False`` a plain one."""
+    if is_vnni:
+        words = "uint8 (from convert_weight_packed) with is_vnni=True"
+        check_dtype(where, name, weight.dtype, (torch.uint8,), words)
+    else:
+        check_dtype(where, name, weight.dtype, (torch.float8_e4m3fn,), "float8_e4m3fn with is_vnni=False")
+    if weight.dim() != 2:
+        refuse(where, f"`{name}` of shape [N, K]", list(weight.shape))
+    if is_vnni:
+        check_packed_strides(where, name, weight)
+
+
 def check_block_size(where: str, block_size: Sequence[int]) -> tuple[int, int]:
     """``block_size`` is a positive pair."""
     sizes = list(block_size) if isinstance(block_size, Iterable) else [block_size]

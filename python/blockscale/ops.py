@@ -54,6 +54,15 @@ _ops = torch.ops.blockscale
 _scaled_mm = _ops.fp8_scaled_mm_cpu.default
 
 
+def has_op(name: str) -> bool:
+    """Whether the compiled library holds the op ``name``.
+
+    >>> has_op("fp8_scaled_mm_cpu"), has_op("fp4_scaled_mm_cpu")
+    (True, False)
+    """
+    return hasattr(_ops, name)
+
+
 def convert_weight_packed(weight: Tensor) -> Tensor:
     """Put FP8 codes into the order in which the kernels stream them.
 
@@ -296,16 +305,7 @@ def _(
     checks.check_float_dtype(where, "mat1", mat1.dtype)
     if mat1.dim() == 0:
         checks.refuse(where, "`mat1` of shape [..., K]", [])
-    if is_vnni:
-        words = "uint8 (from convert_weight_packed) with is_vnni=True"
-        checks.check_dtype(where, "mat2", mat2.dtype, (torch.uint8,), words)
-    else:
-        words = "float8_e4m3fn with is_vnni=False"
-        checks.check_dtype(where, "mat2", mat2.dtype, (torch.float8_e4m3fn,), words)
-    if mat2.dim() != 2:
-        checks.refuse(where, "`mat2` of shape [N, K]", list(mat2.shape))
-    if is_vnni:
-        checks.check_packed_strides(where, "mat2", mat2)
+    checks.check_weight(where, "mat2", mat2, is_vnni)
     N, K = mat2.shape
     if mat1.shape[-1] != K:
         checks.refuse(where, f"`mat1` of shape [..., K] with K = mat2.size(1) = {K}", list(mat1.shape))

@@ -14,7 +14,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["E4M3_VALUES", "decode_e4m3", "dequantize", "expand_scales", "quantize", "scaled_mm"]
+__all__ = [
+    "E4M3_VALUES",
+    "decode_e4m3",
+    "dequant_weight_block_fp8",
+    "dequantize",
+    "expand_scales",
+    "native_w8a8_block_matmul",
+    "quantize",
+    "quantize_weight_block_fp8",
+    "ref_fp8_block_scaled_mm",
+    "scaled_mm",
+]
 
 
 def _e4m3_value(code: int) -> float:
@@ -96,3 +107,53 @@ def quantize(weight: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]
     codes = below + (up_to - below) * (below & 1)  # on a midpoint the even code wins; past the last one 448 does
     codes = torch.where(scaled.isnan(), 0x7F, codes) | scaled.signbit().long() << 7
     return codes.to(torch.uint8).view(torch.float8_e4m3fn), scales
+
+
+def quantize_weight_block_fp8(weight: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """:func:`quantize` under the name that engines use."""
+    return quantize(weight, block_size)
+
+
+def dequant_weight_block_fp8(
+    weight: Tensor, scales: Tensor, block_size: Sequence[int], out_dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """:func:`dequantize` under the name that engines use.
+
+    >>> dequant_weight_block_fp8(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor([[0.5]]), [1, 2]).dtype
+    torch.float64
+    """
+    return dequantize(weight, scales, block_size).to(out_dtype)
+
+
+def ref_fp8_block_scaled_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    block_size: Sequence[int],
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """:func:`scaled_mm` (16-bit activations) under the name that engines use; computed in float64."""
+    return scaled_mm(x, weight, scales, block_size, bias).to(out_dtype)
+
+
+def native_w8a8_block_matmul(
+    A: Tensor,
+    B: Tensor,
+    As: Tensor,
+    Bs: Tensor,
+    block_size: Sequence[int],
+    output_dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """FP8 activations by FP8 weights in float64: ``(decode(A) · As) · (decode(B) · Bs)ᵀ``.
+
+    Args:
+        A: codes ``[..., K]``; As: ``[..., ceil(K/block_k)]``.
+        B: codes ``[N, K]``; Bs: ``[ceil(N/block_n), ceil(K/block_k)]``.
+
+    >>> ones = torch.ones(1, 2).to(torch.float8_e4m3fn)
+    >>> native_w8a8_block_matmul(ones, ones, torch.tensor([[3.0]]), torch.tensor([[0.5]]), [1, 2]).tolist()
+    [[3.0]]
+    """
+    x = dequantize(A, As, (1, block_size[1]))
+    return (x @ dequantize(B, Bs, block_size).mT).to(output_dtype)
