@@ -9,6 +9,8 @@ if _sys.platform != "linux" or _platform.machine() not in ("x86_64", "AMD64"):
         "its kernels are compiled for x86-64 alone"
     )
 
+from . import kernels
+from .activations import fp8_w8a8_block_scaled_mm_cpu, per_token_group_quant_fp8
 from .checkpoint import inspect_checkpoint, load_checkpoint, quantize_checkpoint
 from .diagnostics import isa_info, selftest
 from .linear import BlockScaledLinear
@@ -29,10 +31,13 @@ __all__ = [
     "convert_weight_packed",
     "dequantize_weight_block_fp8",
     "fp8_scaled_mm_cpu",
+    "fp8_w8a8_block_scaled_mm_cpu",
     "inspect_checkpoint",
     "isa_info",
+    "kernels",
     "linear",
     "load_checkpoint",
+    "per_token_group_quant_fp8",
     "quantize_checkpoint",
     "quantize_weight_block_fp8",
     "selftest",
