@@ -139,7 +139,10 @@ def _read_fp8(where: str, config: Mapping[str, Any], name: str, quantized: bool 
     scheme = config.get("activation_scheme") or "dynamic"
     if scheme not in ("dynamic", "static"):
         refuse(where, "`activation_scheme` dynamic or static", scheme)
-    sizes, ue8m0 = config.get("weight_block_size"), config.get("scale_fmt") == "ue8m0"
+    scale_fmt = str(config.get("scale_fmt") or "float32").lower()
+    if scale_fmt not in ("ue8m0", "e8m0", "float32", "fp32", "float"):
+        refuse(where, "`scale_fmt` ue8m0 or float32", scale_fmt)
+    sizes, ue8m0 = config.get("weight_block_size"), scale_fmt.endswith("e8m0")
     if sizes is None:
         activation = InputQuant("tensor", static=True) if scheme == "static" else InputQuant("token")
         return _default(name, quantized, WeightQuant("tensor"), activation)
@@ -192,8 +195,8 @@ def _read_compressed(where: str, config: Mapping[str, Any], name: str, quantized
         if not isinstance(targets, (list, tuple)) or not all(isinstance(target, str) for target in targets):
             refuse(where, f"`{field}.targets` to be a list of names", targets)
         weights, activations = group.get("weights"), group.get("input_activations")
-        if weights is None:
-            if activations is not None:
+        if weights is None:  # a group of other modules may have activations alone (attention); linear layers may not
+            if activations is not None and any(target == "Linear" or matches(target, name) for target in targets):
                 refuse(where, f"`{field}.weights` beside `input_activations`", "none")
             continue
         try:

@@ -114,8 +114,17 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):
         return out.to(out_dtype).reshape(*x.shape[:-1], N)
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+        """Any M and strides of As; sides of B as :meth:`process_weights_after_loading` leaves them."""
+        M = A.shape[0]
+        missing = -M % _TOKENS
+        if missing:
+            A = torch.nn.functional.pad(A.view(torch.uint8), (0, 0, 0, missing)).view(torch.float8_e4m3fn)
+            As = torch.nn.functional.pad(As, (0, 0, 0, missing), value=1.0)
+        if self.quant_fp8.column_major_scales and As.stride(0) != 1:
+            As = As.t().contiguous().t()
         out = torch._scaled_mm(A, B.t(), scale_a=As, scale_b=Bs.t(), out_dtype=self.config.out_dtype or torch.bfloat16)
-        return out[0] if isinstance(out, tuple) else out  # torch < 2.5 returns (output, amax)
+        out = out[0] if isinstance(out, tuple) else out  # torch < 2.5 returns (output, amax)
+        return out[:M] if missing else out
 
 
 def _build_platform() -> str:

@@ -171,6 +171,8 @@ OTHERS = {
     "fp8 blocks of 32": ({**DEEPSEEK, "weight_block_size": [32, 32]}, ("block", (32, 32), "group32")),
     "fp8 blocks of 64 x 128": ({**DEEPSEEK, "weight_block_size": [64, 128]}, ("block", (64, 128), "group128")),
     "fp8 block as text": ({**DEEPSEEK, "weight_block_size": "128x128"}, ("block", (128, 128), "group128")),
+    "fp8 UE8M0": ({**DEEPSEEK, "scale_fmt": "UE8M0"}, ("block", (128, 128), "group128_ue8m0")),
+    "fp8 float scales": ({**DEEPSEEK, "scale_fmt": "float32"}, ("block", (128, 128), "group128")),
     "fp8 ue8m0": ({**DEEPSEEK, "scale_fmt": "ue8m0"}, ("block", (128, 128), "group128_ue8m0")),
     "fp8 microscaling": ({**DEEPSEEK, "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
                          ("block", (1, 32), "group32")),
@@ -236,6 +238,7 @@ def test_other_formats_are_refused_by_name(name):
 CONTRADICTIONS = {
     "block and static": ({**DEEPSEEK, "activation_scheme": "static"}, "`activation_scheme` dynamic beside"),
     "scheme": ({**DEEPSEEK, "activation_scheme": "sometimes"}, "`activation_scheme` dynamic or static, got sometimes"),
+    "scale format": ({**DEEPSEEK, "scale_fmt": "log2"}, "`scale_fmt` ue8m0 or float32, got log2"),
     "block size": ({**DEEPSEEK, "weight_block_size": [128]}, "`weight_block_size` of two positive integers"),
     "block size 0": ({**DEEPSEEK, "weight_block_size": [0, 128]}, "got [0, 128]"),
     "block size text": ({**DEEPSEEK, "weight_block_size": "large"}, "got large"),
@@ -266,6 +269,17 @@ def test_no_configuration_is_no_quantisation():
     for config in (None, {}, {"model_type": "llama"}, {"model_type": "llama", "quantization_config": None}):
         decision = route(config, LINEAR)
         assert decision.scheme == "unquantized" and decision.reasons == ("the checkpoint is not quantised",)
+
+
+def test_groups_of_other_modules_are_no_business_of_linear_layers():
+    config = compressed({"strategy": "channel"}, TOKEN)
+    attention = {
+        "targets": ["LlamaAttention"],
+        "weights": None,
+        "input_activations": {**FP8_ARGS, "strategy": "tensor"},
+    }
+    config["config_groups"]["attention"] = attention
+    assert facts(route(config, LINEAR)) == ("channel", None, "token")
 
 
 def test_a_mixed_checkpoint_is_taken_layer_by_layer():

@@ -94,6 +94,17 @@ def test_any_rank_of_x(contract, lead):
     assert compare(y.reshape(-1, 48), expected(kernel, x.reshape(-1, 256), weight, scales))
 
 
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 83])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_codes_that_come_quantised(contract, M, column_major):
+    """Engines fuse the quantisation into another op and call the product alone."""
+    kernel, layer, weight, scales = prepared(576, 1024)
+    x = inputs(M, 1024)
+    A, As = torch.ops.blockscale.per_token_group_quant_fp8(x, 128, 1e-10, column_major, False)
+    y = kernel.apply_block_scaled_mm(A, layer.weight, As, layer.weight_scale_inv)
+    assert torch.equal(y, kernel.apply_weights(layer, x))
+
+
 def test_no_rows(contract):
     kernel, layer, *_ = prepared(48, 256)
     assert kernel.apply_weights(layer, torch.empty(2, 0, 256, dtype=BF16)).shape == (2, 0, 48)

@@ -68,6 +68,13 @@ def test_a_vanishing_group_has_one_scale_whoever_computes_it(quantize, group, am
         assert (codes.view(U8) == 0).all()
 
 
+@pytest.mark.parametrize("exponent", [-30, -1, 0, 1, 20])
+@pytest.mark.parametrize("quantize", [compiled, quantize_groups], ids=["compiled", "torch"])
+def test_a_power_of_two_is_not_rounded_up_further(quantize, exponent):
+    _, scales = quantize(torch.full((1, 2), 448 * 2.0**exponent), 2, 1e-10, False, True)
+    assert scales.item() == 2.0**exponent
+
+
 def test_values_that_are_no_numbers():
     x = torch.tensor([[torch.nan, 448.0, torch.inf, 1.0]])
     for codes, scales in (compiled(x, 2, 1e-10, False, False), quantize_groups(x, 2)):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from blockscale.kernels import XPUFp8BlockScaledMMKernel, XPUW8A16FP8LinearKernel
+from blockscale.kernels import XPUFp8BlockScaledMMKernel, XPUW8A16FP8LinearKernel, replace_parameter
 from contracts import xpu_ops
 from fp8_layers import block_layer, codes, config, frozen, generator, make_layer
 from oracle import BF16, E8M0, F16, F32, FP8, U8, compare, decode, expand_scales, grid_shape, scaled_mm
@@ -206,6 +206,23 @@ def test_load_a_then_b_then_a_equals_a_fresh_load(case):
     assert torch.equal(kernel.apply_weights(layer, x), result)
     assert torch.equal(kernel.apply_weights(copy.deepcopy(layer), x), result)
     assert all(isinstance(parameter, torch.nn.Parameter) for parameter in (layer.weight, layer.weight_scale_inv))
+
+
+@pytest.mark.parametrize("how", ["assigned", "replaced"])
+def test_a_new_weight_is_not_taken_for_the_prepared_one(how):
+    """The helper that carries a loader's attributes over must not carry the mark of a prepared weight."""
+    layer, other = block_layer(576, 128, seed=1), block_layer(576, 128, seed=2)
+    kernel = Block(xpu_config(576, 128))
+    kernel.process_weights_after_loading(layer)
+    for name in ("weight", "weight_scale_inv"):
+        if how == "replaced":
+            replace_parameter(layer, name, getattr(other, name).detach().clone())
+        else:
+            setattr(layer, name, frozen(getattr(other, name).detach().clone()))
+    kernel.process_weights_after_loading(layer)
+    x = inputs(2, 128)
+    reference = expected(x, other.weight.detach(), other.weight_scale_inv.detach())
+    assert compare(kernel.apply_weights(layer, x), reference)
 
 
 def test_support_is_the_presence_of_the_op():
