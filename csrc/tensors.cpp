@@ -76,19 +76,22 @@ Rows::Rows(const Tensor& x) : tensor(x) {
 bool Rows::view() {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  const int64_t dim = tensor.dim();
+  const int64_t rank = tensor.dim();
   count = 1;
-  stride = sizes[dim - 1];
-  if (sizes[dim - 1] > 1 && strides[dim - 1] != 1) return false;
-  for (int64_t d = dim - 2; d >= 0; --d) {
+  for (int64_t d = 0; d + 1 < rank; ++d) count *= sizes[d];
+  stride = sizes[rank - 1];
+  if (count == 0) return true;  // nothing is read, whatever the strides; a copy of nothing would keep them
+  if (sizes[rank - 1] > 1 && strides[rank - 1] != 1) return false;
+  int64_t inner = 1;  // rows of the dimensions after d
+  for (int64_t d = rank - 2; d >= 0; --d) {
     if (sizes[d] != 1) {
-      if (count == 1) {
+      if (inner == 1) {
         stride = strides[d];
-      } else if (strides[d] != stride * count) {
+      } else if (strides[d] != stride * inner) {
         return false;
       }
     }
-    count *= sizes[d];
+    inner *= sizes[d];
   }
   return true;
 }

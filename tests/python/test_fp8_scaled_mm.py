@@ -86,6 +86,17 @@ def test_no_columns(is_vnni, isa):
     assert fp8_scaled_mm(inputs, F16, is_vnni=is_vnni).shape == (3, 0)
 
 
+@pytest.mark.parametrize("shape", [(0, 100), (2, 0, 100), (0, 3, 100)], ids=str)
+def test_no_rows_whatever_their_strides(shape):
+    """A strided tensor without elements can't be made contiguous by copying it."""
+    codes, scales = torch.zeros(5, 100).to(FP8), torch.ones(1, 1)
+    for x in (torch.empty(*shape[:-1], 200)[..., ::2], torch.empty(100, *shape[:-1]).movedim(0, -1)):
+        for weight, is_vnni in ((codes, False), (torch.ops.blockscale.convert_weight_packed(codes), True)):
+            out = torch.ops.blockscale.fp8_scaled_mm_cpu(x, weight, scales, [128, 128], None, torch.float32, is_vnni)
+            assert out.shape == (*shape[:-1], 5)
+
+
+
 @pytest.mark.parametrize("out", cases.FLOATS, ids=cases.SHORT.get)
 @pytest.mark.parametrize("bias", (None, *cases.FLOATS), ids=cases.SHORT.get)
 def test_no_k_returns_the_bias(bias, out, isa):

@@ -115,7 +115,7 @@ def test_opcheck_of_the_product(M, is_vnni):
         torch.library.opcheck(ops.fp8_w8a8_block_scaled_mm_cpu.default, arguments, test_utils=CHECKS)
 
 
-@pytest.mark.parametrize("shape", [(4, 300), (2, 3, 300), (300,)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 300), (2, 3, 300), (300,), (0, 300), (2, 0, 300)], ids=str)
 def test_leading_dimensions_and_strides(shape):
     x = torch.randn(shape, generator=generator("lead", shape))
     rows, scales = per_token_group_quant_fp8(x.reshape(-1, 300), 128)
