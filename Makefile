@@ -45,14 +45,14 @@ define system
   fi; }
 endef
 
-.PHONY: help demo test build csrc-tests csrc-tests-sanitized python-tests isa-tests clean distclean
+.PHONY: help demo test build csrc-tests csrc-tests-sanitized python-tests isa-tests test-amx clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    build, then run a real chat model on FP8 layers (a few minutes the first time)"
 	@echo "make test    build, then all tests: C++, C++ with sanitizers, Python, Python once per instruction set"
 	@echo "make build   virtual environment, torch $(TORCH), the library, an editable install"
-	@echo "make csrc-tests | csrc-tests-sanitized | python-tests | isa-tests    one part of make test"
+	@echo "make csrc-tests | csrc-tests-sanitized | python-tests | isa-tests | test-amx    one part of make test"
 	@echo "make clean   remove what was built; make distclean: the virtual environment and the demo's model, too"
 	@echo "BLOCKSCALE_MAX_ISA=avx2 make demo    the same on a lower instruction set (scalar, avx2, avx512, ...)"
 
@@ -77,7 +77,7 @@ INCLUDE_PATH := import sysconfig; print(sysconfig.get_path("include"))
 $(TEST_TOOLS): $(TOOLS)
 	$(call system,test -f "$$($(BIN)/python -c '$(INCLUDE_PATH)')/Python.h",python3-dev)
 	@echo "Installing test tools ..."
-	@$(INSTALL) pytest hypothesis
+	@$(INSTALL) pytest hypothesis mmaemu
 	@touch $@
 
 $(DEMO_TOOLS): $(TOOLS)
@@ -105,7 +105,7 @@ GTEST = $(call system,echo '\#include <gtest/gtest.h>' | g++ -E -x c++ - && ls /
 define ctest
 @cmake -G Ninja -S . -B build/$(1) -DBLOCKSCALE_BUILD_TESTS=ON -DBLOCKSCALE_BUILD_OPS=OFF $(2) >build/$(1).log 2>&1 \
   && cmake --build build/$(1) -j $(JOBS) >>build/$(1).log 2>&1 || { cat build/$(1).log >&2; exit 1; }
-@ctest --test-dir build/$(1) --output-on-failure 2>&1
+@ctest --test-dir build/$(1) -LE amx --output-on-failure 2>&1
 endef
 
 csrc-tests: $(TOOLS)
@@ -124,6 +124,11 @@ python-tests: build $(TEST_TOOLS)
 	@echo "== Examples in docstrings"
 	@$(BIN)/python -m pytest -q --doctest-modules python/blockscale
 
+# AMX tiles run under the emulator of tests/amx_emulator: no machine needs to have them.
+test-amx: build $(TEST_TOOLS)
+	$(GTEST)
+	@tests/amx_emulator/run_tests.sh $(BIN)/python
+
 isa-tests: build $(TEST_TOOLS)
 	@failed=""; for cap in $(CAPS); do \
 	  echo "== Tests that depend on the instruction set, BLOCKSCALE_MAX_ISA=$$cap"; \
@@ -133,7 +138,7 @@ isa-tests: build $(TEST_TOOLS)
 
 # All parts run even when one fails; the last line is the verdict.
 test: build $(TEST_TOOLS)
-	@failed=""; passed=0; for part in csrc-tests csrc-tests-sanitized python-tests isa-tests; do \
+	@failed=""; passed=0; for part in csrc-tests csrc-tests-sanitized python-tests isa-tests test-amx; do \
 	  if $(MAKE) --no-print-directory $$part; then passed=$$((passed + 1)); else failed="$$failed $$part"; fi; \
 	done; \
 	if [ -n "$$failed" ]; then echo "make test: FAILED:$$failed"; exit 1; fi; \

@@ -71,6 +71,9 @@ def _info_text(report: dict[str, Any]) -> Iterable[str]:
     for isa in report["isas"]:
         compiled, usable, active = ("yes" if isa[key] else "no" for key in ("compiled", "usable", "active"))
         yield f"{isa['name']:12} {compiled:9} {usable:7} {active:7} {isa['reason']}".rstrip()
+    yield ""
+    yield "amx_bf16: verified under emulation, never run on hardware. On a Sapphire Rapids or newer, check and time it:"
+    yield "    python -m blockscale selftest && python benchmarks/bench_linear.py"
 
 
 def _selftest(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
