@@ -1,4 +1,4 @@
-"""Builds _C.so with CMake and packs it into one py3-none wheel: the library has no libpython and no Python ABI in it."""
+"""Builds _C.so with CMake and packs it into one py3-none wheel: the library links no libpython."""
 
 import os
 import shutil

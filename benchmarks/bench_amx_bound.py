@@ -1,4 +1,4 @@
-"""A bound on the time of the amx_bf16 kernel from its instruction counts. A bound, not a measurement: no tile is executed.
+"""A bound on the time of the amx_bf16 kernel from its instruction counts: no measurement, no tile is executed.
 
     python benchmarks/bench_amx_bound.py                 # model shapes at M = 1, 4, 16, 64, 512
     python benchmarks/bench_amx_bound.py --rows 32 256   # other M
@@ -9,9 +9,9 @@ Core cycles of one thread, weights in cache:
 
     cycles >= max(16 TDPBF16PS, 8 TILELOADD, 16 TILESTORED, L2 bytes / 48) + decode of B tiles
 
-16, 8 and 16 are the vendor's throughputs and 48 bytes a cycle its sustained L2 rate. Decoding 512 codes to a B tile takes
-40 cycles, measured on Zen 4 (55 when the tile goes to L2), and overlaps with nothing here. A test holds `counts` to the
-emulator's counters.
+16, 8 and 16 are the vendor's throughputs and 48 bytes a cycle its sustained L2 rate. Decoding 512 codes to a B tile
+takes 40 cycles, measured on Zen 4 (55 when the tile goes to L2), and overlaps with nothing here. A test holds `counts`
+to the emulator's counters.
 
 Columns, in cycles for each 16 x 16 x 32 product that the shape needs (16 is the tile unit's limit):
     amx            the kernel
@@ -126,7 +126,7 @@ def panel_counts(M: int, N: int, K: int, block_k: int = 128) -> Counts:
 
 
 def avx512_bf16_cycles(M: int, N: int, K: int) -> float:
-    """VDPBF16PS multiplies 16 columns by 2 k; blocks of 12 rows (up to 16 where M fits in one) decode each strip again."""
+    """VDPBF16PS multiplies 16 columns by 2 k; blocks of 12 rows (16 where M fits in one) decode each strip again."""
     strips = ceil_div(N, STRIP)
     blocks = 1 if M <= 16 else ceil_div(M, 12)
     return M * strips * ceil_div(K, 2) / VDPBF16PS_PER_CYCLE + blocks * strips * ceil_div(K, TILE_K) * DECODE_CYCLES

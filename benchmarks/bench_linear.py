@@ -1,12 +1,13 @@
-"""Times fp8_scaled_mm_cpu against torch's bf16 linear, and any library with the yardstick's C functions, in one process.
+"""Times fp8_scaled_mm_cpu against torch's bf16 linear, and any library with the yardstick's two C functions.
 
-    python benchmarks/bench_linear.py                                 # 6144 x 4096, bf16 x, one thread
-    python benchmarks/bench_linear.py --yardstick libproto.so         # adds proto_pack / proto_mm of that library
-    python benchmarks/bench_linear.py --subnormal                     # normal against subnormal data, per x dtype
+    python benchmarks/bench_linear.py                             # 6144 x 4096, bf16 x, one thread
+    python benchmarks/bench_linear.py --yardstick libproto.so     # adds proto_pack / proto_mm of that library
+    python benchmarks/bench_linear.py --subnormal                 # normal against subnormal data, per x dtype
 
-Every candidate runs in turn on the same inputs, `--rounds` times; weights rotate through copies that together exceed the last-level cache
-several times, so that each call reads its weight from DRAM. Results are checked against float64 before anything is timed.
-Columns: median time, its interquartile range, GFLOP/s, weight GB/s, and the median of the paired ratios to the yardstick (or torch).
+Every candidate runs in turn on the same inputs in one process, `--rounds` times. Weights rotate through copies that
+together exceed the last-level cache several times, so that each call reads its weight from DRAM. Results are checked
+against float64 before anything is timed. Columns: median time, its interquartile range, GFLOP/s, GB/s of weight, and
+the median of the paired ratios of time to the yardstick's (or torch's).
 """
 
 from __future__ import annotations
@@ -61,13 +62,14 @@ class Yardstick:
         self.N, self.K = codes.shape
         self.scales, self.threads = scales, threads
         packed = torch.empty(codes.shape, dtype=torch.uint8)
-        self.library.proto_pack(*map(ctypes.c_void_p, [codes.data_ptr()]), self.N, self.K, ctypes.c_void_p(packed.data_ptr()))
+        source, target = (ctypes.c_void_p(t.data_ptr()) for t in (codes, packed))
+        self.library.proto_pack(source, self.N, self.K, target)
         self.weights = [packed.clone() for _ in range(copies)]
 
     def __call__(self, x: torch.Tensor, copy: int) -> torch.Tensor:
         out = torch.empty(x.shape[0], self.N, dtype=torch.bfloat16)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, self.weights[copy], self.scales, out)]
-        self.library.proto_mm(pointers[0], x.shape[0], pointers[1], self.N, self.K, pointers[2], None, pointers[3], self.threads, 0)
+        X, W, S, Y = (ctypes.c_void_p(t.data_ptr()) for t in (x, self.weights[copy], self.scales, out))
+        self.library.proto_mm(X, x.shape[0], W, self.N, self.K, S, None, Y, self.threads, 0)
         return out
 
 
@@ -93,7 +95,7 @@ def bench_shape(M: int, args: argparse.Namespace, weight: tuple, peers: dict) ->
     rows = []
     for name, values in seconds.items():
         median, iqr = median_iqr(values)
-        ratio = statistics.median(a / b for a, b in zip(values, seconds[base]))
+        ratio = statistics.median(a / b for a, b in zip(values, seconds[base], strict=True))
         rows.append(
             {"M": M, "N": N, "K": K, "kernel": name, "us": median * 1e6, "iqr_us": iqr * 1e6,
              "gflops": 2 * M * N * K / median / 1e9, "gbps": N * K * (2 if name == "torch bf16" else 1) / median / 1e9,
@@ -118,8 +120,8 @@ def bench_subnormal(args: argparse.Namespace, weight: tuple) -> list[dict]:
             },
             args.rounds,
         )
-        ratio = statistics.median(a / b for a, b in zip(seconds["subnormal"], seconds["normal"]))
-        rows.append({"x": str(dtype).removeprefix("torch."), "M": 16, "subnormal / normal time": ratio})
+        ratio = statistics.median(a / b for a, b in zip(seconds["subnormal"], seconds["normal"], strict=True))
+        rows.append({"x": str(dtype).removeprefix("torch."), "M": 16, "subnormal / normal": ratio})
     return rows
 
 
@@ -154,9 +156,12 @@ def main() -> None:
     if args.json:
         print(json.dumps({"context": environment, "benchmarks": rows}, indent=1))
         return
-    print(environment)
-    for row in rows:
-        print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()))
+    print("  ".join(f"{key} {value}" for key, value in environment.items()))
+    columns = list(rows[0])
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
+    for line in [columns, *cells]:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,6 @@ def test_no_rows_whatever_their_strides(shape):
             assert out.shape == (*shape[:-1], 5)
 
 
-
 @pytest.mark.parametrize("out", cases.FLOATS, ids=cases.SHORT.get)
 @pytest.mark.parametrize("bias", (None, *cases.FLOATS), ids=cases.SHORT.get)
 def test_no_k_returns_the_bias(bias, out, isa):
