@@ -305,7 +305,18 @@ std::string isa_info() {
   return json + "]}";
 }
 
-STABLE_TORCH_LIBRARY(blockscale, m) {
+// Takes the namespace for this copy of the library; false if another one in the process has it. The macros below do not
+// look at the answer, and would register ops through a handle that was never set.
+bool claim_namespace() {
+  TorchLibraryHandle handle = nullptr;
+  if (aoti_torch_library_init_def("blockscale", __FILE__, __LINE__, &handle) == AOTI_TORCH_SUCCESS) return true;
+  std::fputs("blockscale: another copy of this library is loaded in this process; its ops are used\n", stderr);
+  return false;
+}
+const bool first_copy = claim_namespace();
+
+STABLE_TORCH_LIBRARY_FRAGMENT(blockscale, m) {
+  if (!first_copy) return;
   m.def("convert_weight_packed(Tensor weight) -> Tensor");
   m.def("unpack_weight(Tensor packed) -> Tensor");
   m.def(
@@ -324,6 +335,7 @@ STABLE_TORCH_LIBRARY(blockscale, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockscale, CPU, m) {
+  if (!first_copy) return;
   m.impl("convert_weight_packed", TORCH_BOX(&convert_weight_packed));
   m.impl("unpack_weight", TORCH_BOX(&unpack_weight_op));
   m.impl("fp8_scaled_mm_cpu", TORCH_BOX(&fp8_scaled_mm_cpu));
@@ -333,7 +345,9 @@ STABLE_TORCH_LIBRARY_IMPL(blockscale, CPU, m) {
   m.impl("dequantize_weight_block_fp8", TORCH_BOX(&dequantize_weight_block_fp8));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) { m.impl("isa_info", TORCH_BOX(&isa_info)); }
+STABLE_TORCH_LIBRARY_IMPL(blockscale, CompositeExplicitAutograd, m) {
+  if (first_copy) m.impl("isa_info", TORCH_BOX(&isa_info));
+}
 
 }  // namespace
 }  // namespace blockscale
