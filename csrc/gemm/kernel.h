@@ -61,10 +61,11 @@ struct LinearTask {
 using LinearKernel = void (*)(const LinearTask& task);
 
 struct KernelTable {
-  bool bf16_x_only;    // the kernel multiplies bf16 pairs; fp16 and fp32 x take the next lower ISA
-  int max_rows;        // largest rows_per_block; M up to this is one block
-  int preferred_rows;  // larger M is cut into equal blocks of at most this
-  int row_granule;     // and each a multiple of this
+  bool bf16_x_only;         // the kernel multiplies bf16 pairs; fp16 and fp32 x take the next lower ISA
+  int max_rows;             // largest rows_per_block; M up to this is one block
+  int preferred_rows;       // larger M is cut into equal blocks of at most this
+  int row_granule;          // and each a multiple of this
+  const char* rows_reason;  // why blocks of that many rows, with the number behind it
   LinearKernel linear[static_cast<int>(WeightFormat::kCount)];
 };
 

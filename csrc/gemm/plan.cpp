@@ -49,6 +49,7 @@ Plan plan_linear(int64_t M, int64_t N, int64_t K, FloatType x_type, Isa active, 
     table = kernel_table(plan.isa);
   }
 
+  plan.rows_reason = table->rows_reason;
   if (M <= table->max_rows) {
     plan.rows_per_block = static_cast<int>(std::max<int64_t>(M, 1));
   } else {

@@ -15,10 +15,11 @@ struct KernelTable;
 const KernelTable* kernel_table(Isa isa);
 
 struct Plan {
-  Isa isa;             // whose kernel runs: the active ISA, or a lower one that takes this x
-  const char* reason;  // why this ISA, in a few words
-  int rows_per_block;  // rows that share one pass over a strip
-  int64_t row_parts;   // parts into which M is cut, each a multiple of rows_per_block except the last
+  Isa isa;                  // whose kernel runs: the active ISA, or a lower one that takes this x
+  const char* reason;       // why this ISA, in a few words
+  int rows_per_block;       // rows that share one pass over a strip
+  const char* rows_reason;  // why at most that many
+  int64_t row_parts;        // parts into which M is cut, each a multiple of rows_per_block except the last
   int64_t part_rows;
   int64_t strips;  // ceil(N / 16); the work is row_parts x strips, strips fastest
   int64_t grain;   // fewest (part, strip) items worth a thread

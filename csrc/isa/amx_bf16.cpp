@@ -289,6 +289,7 @@ constexpr KernelTable kernels_amx_bf16 = {
     kBlockRows,
     /*preferred_rows=*/kBlockRows,
     /*row_granule=*/kTileRows,
+    "cycles a product by the bound: 26 with 64 rows to a decoded tile, 21 with 128, 23.8 with 256",
     {
 #define BLOCKSCALE_FORMAT(type, dtype) run_tiles<type>,
 #include "formats/formats.inc"

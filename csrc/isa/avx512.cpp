@@ -12,6 +12,7 @@ constexpr KernelTable kernels_avx512 = {
     Vec::kMaxRows,
     /*preferred_rows=*/12,
     /*row_granule=*/1,
+    "12 rows x (even, odd) chains are 24 of 32 registers, beside decoder tables and decoded codes",
     {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<Vec, type>,
 #include "formats/formats.inc"

@@ -97,6 +97,7 @@ constexpr KernelTable kernels_avx512_bf16 = {
     VecAvx512Bf16::kMaxRows,
     /*preferred_rows=*/12,
     /*row_granule=*/1,
+    "12 chains, 12 totals, 4 tables and 2 decoded registers are 30 of 32",
     {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecAvx512Bf16, type>,
 #include "formats/formats.inc"

@@ -49,6 +49,7 @@ TEST(Plan, TheKernelExistsAndTakesX) {
     for (LinearKernel kernel : table->linear) ASSERT_NE(kernel, nullptr);
     ASSERT_NE(plan.reason, nullptr);
     ASSERT_GT(std::string(plan.reason).size(), 0u);
+    ASSERT_GT(std::string(plan.rows_reason).size(), 20u);
   });
 }
 
