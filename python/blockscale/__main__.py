@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,12 +25,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         report, status = options.run(options)
+        print(json.dumps(report, indent=2) if options.json else "\n".join(options.text(report)), flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has what it wants
+        _close_stdout()
+        return 1
     except (ImportError, NotImplementedError, OSError, ValueError) as error:
         sentence = " ".join(str(error).split()).removeprefix("blockscale: ")
         print(f"blockscale: {sentence}", file=sys.stderr)
+        _close_stdout()
         return 1
-    print(json.dumps(report, indent=2) if options.json else "\n".join(options.text(report)))
     return status
+
+
+def _close_stdout() -> None:
+    """Drop what could not be written, or Python would try again at exit and print a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -52,7 +52,7 @@ def per_token_group_quant_fp8(
     >>> codes.float().tolist(), scales.tolist()
     ([[448.0, 1.0, 448.0]], [[1.0, 2.0]])
     """
-    return _ops.per_token_group_quant_fp8.default(x, group_size, eps, column_major_scales, use_ue8m0)
+    return _ops.per_token_group_quant_fp8.default(x.detach(), group_size, eps, column_major_scales, use_ue8m0)
 
 
 def fp8_w8a8_block_scaled_mm_cpu(
@@ -90,6 +90,8 @@ def fp8_w8a8_block_scaled_mm_cpu(
     >>> fp8_w8a8_block_scaled_mm_cpu(A, B, As, torch.tensor([[0.5]]), [2, 4], out_dtype=torch.float32, is_vnni=False)
     tensor([[2., 2.]])
     """
+    A, B, As, Bs = A.detach(), B.detach(), As.detach(), Bs.detach()
+    bias = None if bias is None else bias.detach()
     return _ops.fp8_w8a8_block_scaled_mm_cpu.default(A, B, As, Bs, block_size, bias, out_dtype, is_vnni)
 
 

@@ -6,11 +6,14 @@ and ``X.weight_scale_inv`` (float32, one multiplier per block), and ``config.jso
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from torch import Tensor
 from . import ops
 from .checks import check_block_size, scale_grid
 from .model_loading import Layers, load_checkpoint, read_config
-from .shards import INDEX, Checkpoint, TensorInfo, read_json, write_json, write_shard
+from .shards import INDEX, Checkpoint, TensorInfo, checkpoint_path, read_index, read_json, write_json, write_shard
 
 __all__ = ["inspect_checkpoint", "load_checkpoint", "quantize_checkpoint"]
 
@@ -50,7 +53,8 @@ def quantize_checkpoint(
 
     Every 2-D ``*.weight`` is converted except those of embeddings, ``lm_head``, routers, vision towers and norms, and
     those that ``ignore`` names; the rest is copied. A shard appears under its name once it is whole. A conversion that
-    was interrupted goes on where it stopped when it is called again with the same arguments.
+    was interrupted goes on where it stopped when it is called again with the same arguments; finished shards are told
+    by their names and sizes.
 
     Args:
         src: directory with ``config.json`` and safetensors weights, or one ``.safetensors`` file.
@@ -68,7 +72,7 @@ def quantize_checkpoint(
         ImportError: safetensors is not installed.
         FileNotFoundError: a file of the source is missing.
         ValueError: the source can't be read or is quantised already, a weight can't be converted (it is named), or
-            ``dst`` holds something else.
+            ``dst`` holds something else or is being written by another call.
 
     >>> import tempfile, torch, safetensors.torch
     >>> folder = Path(tempfile.mkdtemp())
@@ -78,8 +82,8 @@ def quantize_checkpoint(
     >>> report["converted"], report["kept"], report["modules_to_not_convert"]
     (1, 1, ['lm_head'])
     """
-    source, destination = Path(src), Path(dst)
     where = "quantize_checkpoint"
+    source, destination = checkpoint_path(where, "src", src), checkpoint_path(where, "dst", dst)
     block_size = check_block_size(where, block_size)
     ignore = [ignore] if isinstance(ignore, str) else sorted(ignore)
     ignored = _compile_ignored(ignore)
@@ -89,8 +93,9 @@ def quantize_checkpoint(
         if config.get(key):
             method = config[key].get("quant_method") if isinstance(config[key], dict) else config[key]
             raise ValueError(f"{where}: expected a source that is not quantised, got {key} {method!r} in {source}")
-    with Checkpoint(source) as checkpoint:
+    with Checkpoint(source) as checkpoint, ExitStack() as stack:
         converted = {name for name in checkpoint.tensors if _converts(checkpoint, name, ignored)}
+        _lock(destination, stack)
         record = _open_record(checkpoint, destination, block_size, ignore)
         layouts = {path: _layout(checkpoint, path, converted, block_size) for path in checkpoint.paths}
         todo = [path for path in checkpoint.paths if not _is_done(record, destination / path.name)]
@@ -151,7 +156,7 @@ def inspect_checkpoint(directory: str | PathLike[str]) -> dict[str, Any]:
     >>> report["fp8_layers"], len(report["problems"])  # the scales are missing
     (1, 1)
     """
-    source = Path(directory)
+    source = checkpoint_path("inspect_checkpoint", "directory", directory)
     config = read_config(source)
     with Checkpoint(source) as checkpoint:
         layers = Layers(checkpoint, config)
@@ -217,8 +222,8 @@ def _compile_ignored(ignore: Iterable[str]) -> list[re.Pattern[str]]:
 
 def _check_destination(source: Path, destination: Path) -> None:
     where = "quantize_checkpoint"
-    folder = source.resolve().parent if source.is_file() else source.resolve()
-    if destination.resolve() == folder:
+    folder = _real(source).parent if source.is_file() else _real(source)
+    if _real(destination) == folder:
         raise ValueError(f"{where}: expected `dst` in another directory than `src`, got {destination}")
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"{where}: expected `dst` to be a directory, got the file {destination}")
@@ -228,6 +233,21 @@ def _check_destination(source: Path, destination: Path) -> None:
         raise ValueError(
             f"{where}: expected `dst` new, empty or begun by an earlier call, got a model in {destination}"
         )
+
+
+def _lock(destination: Path, stack: ExitStack) -> None:
+    """Make ``destination`` if need be and hold it until ``stack`` is closed: two writers share names of partial files."""
+    destination.mkdir(parents=True, exist_ok=True)
+    folder = os.open(destination, os.O_RDONLY)
+    stack.callback(os.close, folder)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"quantize_checkpoint: expected `dst` for this call alone, got {destination}, which another one is writing"
+        ) from error
+    except OSError:
+        pass  # a file system that can't lock a directory
 
 
 def _open_record(
@@ -247,8 +267,11 @@ def _open_record(
                     f"quantize_checkpoint: expected the {key} of the earlier call recorded in {destination / RECORD}, "
                     f"{found.get(key)}, got {record[key]}"
                 )
-        record["done"] = dict(found.get("done", {}))
-    destination.mkdir(parents=True, exist_ok=True)
+        record["done"] = found.get("done")
+        if not isinstance(record["done"], dict):
+            raise ValueError(
+                f"quantize_checkpoint: expected `done` of {destination / RECORD} to be an object, got {record['done']!r}"
+            )
     write_json(destination / RECORD, record)
     return record
 
@@ -310,8 +333,8 @@ def _write_rest(
     if source.is_dir():
         _copy_files(source, destination)
     if index:
-        content = read_json(index)
-        content["metadata"] = {**content.get("metadata", {}), "total_size": _total_bytes(layouts)}
+        content = read_index(index)
+        content["metadata"] = {**content["metadata"], "total_size": _total_bytes(layouts)}
         content["weight_map"] = {name: path.name for path, layout in layouts.items() for name in sorted(layout)}
         write_json(destination / INDEX, content)
     write_json(destination / "config.json", config)
@@ -323,10 +346,14 @@ def _copy_files(source: Path, destination: Path) -> None:
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)
         weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        inside = destination.resolve() in path.resolve().parents
+        inside = _real(destination) in _real(path).parents
         if path.is_file() and not (hidden or weights or inside) and relative != Path("config.json"):
             (destination / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, destination / relative)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
 
 
 def _total_bytes(layouts: dict[Path, dict[str, TensorInfo]]) -> int:

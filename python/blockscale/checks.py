@@ -10,6 +10,7 @@ Every refusal is a ValueError of the form ``<where>: expected <requirement>, got
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import NoReturn
 
 import torch
@@ -93,10 +94,13 @@ def check_weight(where: str, name: str, weight: Tensor, is_vnni: bool) -> None:
 
 
 def check_block_size(where: str, block_size: Sequence[int]) -> tuple[int, int]:
-    """``block_size`` is a positive pair."""
-    sizes = list(block_size) if isinstance(block_size, Iterable) else [block_size]
-    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+    """``block_size`` is a positive pair, of Python's integers or NumPy's; returned as Python's."""
+    given = list(block_size) if isinstance(block_size, Iterable) else [block_size]
+    sizes = [int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size for size in given]
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         refuse(where, "`block_size` of two positive integers [block_n, block_k]", sizes)
+    if max(sizes) >= 2**63:  # the ops take int64
+        refuse(where, "`block_size` of integers below 2**63", sizes)
     return sizes[0], sizes[1]
 
 

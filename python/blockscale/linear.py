@@ -3,6 +3,9 @@
 In memory the weight is packed for the kernels (uint8). A state dict holds what a checkpoint on disk holds: plain
 float8_e4m3fn ``weight``, contiguous float32 ``weight_scale_inv`` (it multiplies, whatever its name says) and ``bias``;
 a pickle holds plain codes too. Packed bytes never leave memory, so they can't be taken for plain codes.
+
+All of it runs on torch's thread pool, which does not survive a fork: a forked child of a process that has used it calls
+``torch.set_num_threads(1)`` first, as for any parallel op of torch, also before ``state_dict()`` and copies.
 """
 
 from __future__ import annotations
@@ -14,7 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .checks import check_bias, check_block_size, check_dtype, check_scale_dtype, refuse, scale_grid
+from .checks import (
+    FLOAT_DTYPES,
+    check_bias,
+    check_block_size,
+    check_dtype,
+    check_float_dtype,
+    check_scale_dtype,
+    refuse,
+    scale_grid,
+)
 
 __all__ = ["BlockScaledLinear"]
 
@@ -24,8 +36,10 @@ _STRIP = 16  # columns that a kernel walks together
 class BlockScaledLinear(nn.Module):
     """``y = x · dequant(weight)ᵀ + bias`` with FP8 weights: bfloat16, float16 or float32 ``x``, ``y`` of its dtype.
 
-    ``.half()``, ``.to(dtype)`` and the like change the bias alone. Gradients flow to ``x`` and ``bias``; codes and
-    scales are frozen.
+    ``.half()``, ``.to(dtype)`` and the like change the bias alone; ``.double()`` leaves it too, as no kernel reads
+    float64. Gradients flow to ``x`` and ``bias``; codes and scales are frozen, and ``requires_grad_()`` of the layer
+    sets the bias alone. ``requires_grad_(True)`` of a model around it does not come here: it asks each parameter, and
+    torch refuses it for one of bytes; unfreeze those of ``model.parameters()`` that are ``is_floating_point()``.
 
     Args:
         in_features: K.
@@ -34,7 +48,7 @@ class BlockScaledLinear(nn.Module):
         block_size: ``(block_n, block_k)``: one scale for each block of that many rows and columns of the weight.
         device: where the tensors lie. Codes start as zeros and scales as ones; ``from_float``, ``from_fp8`` or
             ``load_state_dict`` gives them a content.
-        dtype: of the bias.
+        dtype: of the bias: bfloat16, float16 or float32; None takes torch's default.
 
     Attributes:
         weight: uint8 ``[N, K]`` parameter, packed (see :func:`blockscale.ops.convert_weight_packed`).
@@ -42,7 +56,7 @@ class BlockScaledLinear(nn.Module):
         bias: ``[N]`` parameter or None.
 
     Raises:
-        ValueError: ``block_size`` is not a positive pair.
+        ValueError: a size is negative, ``block_size`` is not a positive pair, or the bias has another dtype.
 
     >>> layer = BlockScaledLinear.from_float(nn.Linear(256, 48))
     >>> layer
@@ -71,13 +85,19 @@ class BlockScaledLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        where = "BlockScaledLinear"
+        if in_features < 0 or out_features < 0:
+            refuse(where, "`in_features` and `out_features` not negative", f"{in_features} and {out_features}")
         self.in_features = in_features
         self.out_features = out_features
-        self.block_size = check_block_size("BlockScaledLinear", block_size)
+        self.block_size = check_block_size(where, block_size)
+        dtype = dtype or torch.get_default_dtype()
+        if bias:
+            check_float_dtype(where, "bias", dtype)
         grid = scale_grid((out_features, in_features), self.block_size)
         codes = torch.zeros(out_features, in_features, dtype=torch.uint8, device=device)
         self.weight = _frozen(codes)
-        self.weight_scale_inv = _frozen(self._kernel_strides(torch.ones(grid, device=device)))
+        self.weight_scale_inv = _frozen(self._kernel_strides(torch.ones(grid, dtype=torch.float32, device=device)))
         self.register_parameter(
             "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         )
@@ -138,7 +158,8 @@ class BlockScaledLinear(nn.Module):
         N, K = weight.shape
         check_bias(where, bias, N)
         # On meta first: the tensors that the constructor would fill are replaced at once.
-        layer = cls(K, N, bias is not None, block_size=block_size, device="meta")
+        dtype = None if bias is None else bias.dtype
+        layer = cls(K, N, bias is not None, block_size=block_size, device="meta", dtype=dtype)
         layer.weight = _frozen(_pack(weight.detach()))
         layer.weight_scale_inv = _frozen(layer._kernel_strides(scales.detach().clone()))
         if bias is not None:
@@ -157,6 +178,12 @@ class BlockScaledLinear(nn.Module):
             _check_has_kernel(x.device, weight.device)
         return ops.fp8_scaled_mm_cpu(x, weight, self.weight_scale_inv, self.block_size, self.bias)
 
+    def requires_grad_(self, requires_grad: bool = True) -> BlockScaledLinear:
+        """Whether the bias asks for a gradient; codes and scales never do."""
+        if self.bias is not None:
+            self.bias.requires_grad_(requires_grad)
+        return self
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -169,11 +196,13 @@ class BlockScaledLinear(nn.Module):
         return scales.t().contiguous().t() if self.block_size[0] < _STRIP else scales.contiguous()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockScaledLinear:
-        frozen = (self.weight, self.weight_scale_inv)
+        grad = None if self.bias is None else self.bias.grad
+        frozen, biases = (self.weight, self.weight_scale_inv), (self.bias, grad)
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if moved.dtype != tensor.dtype and any(tensor is one for one in frozen):
+            unread = moved.dtype not in FLOAT_DTYPES and any(tensor is one for one in biases)
+            if moved.dtype != tensor.dtype and (unread or any(tensor is one for one in frozen)):
                 return tensor.to(moved.device)
             return moved
 
@@ -212,7 +241,8 @@ class BlockScaledLinear(nn.Module):
         """Weight and scales of ``state_dict`` as this layer holds them, or a ValueError before anything has changed."""
         where = f"BlockScaledLinear `{prefix[:-1]}`" if prefix else "BlockScaledLinear"
         weight, scales, bias = (state_dict.get(prefix + name) for name in ("weight", "weight_scale_inv", "bias"))
-        if self.bias is not None:
+        if self.bias is not None and bias is not None:
+            _check_tensor(where, "bias", bias)
             check_bias(where, bias, self.out_features)
         if weight is None and scales is None:
             return {}
@@ -263,7 +293,13 @@ def _unpack(packed: Tensor) -> Tensor:
     return _on_cpu(ops.unpack_weight, packed)
 
 
+def _check_tensor(where: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        refuse(where, f"`{name}` to be a tensor", type(value).__name__)
+
+
 def _check_codes(where: str, weight: Tensor) -> None:
+    _check_tensor(where, "weight", weight)
     if weight.dtype == torch.uint8:
         words = "`weight` of dtype float8_e4m3fn (codes.view(torch.float8_e4m3fn), or unpack_weight of packed bytes)"
         refuse(where, words, "uint8: packed bytes live in memory only")
@@ -278,6 +314,7 @@ def _scale_grid_of(
     """Float32 scale grid and its block size from block, per-tensor or per-channel scales of a weight of ``shape``."""
     if scales is None:
         refuse(where, "scales beside a float8_e4m3fn `weight`", "none")
+    _check_tensor(where, "scales", scales)
     check_scale_dtype(where, "scales", scales.dtype)
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)

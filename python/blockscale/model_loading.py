@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import check_block_size, refuse
+from .checks import check_block_size, check_float_dtype, refuse
 from .linear import BlockScaledLinear
-from .shards import Checkpoint, read_json
+from .shards import Checkpoint, checkpoint_path, read_json
 
 logger = logging.getLogger("blockscale")
 
@@ -60,7 +60,7 @@ class Layers:
 
     Raises:
         NotImplementedError: the configuration names another quantisation than FP8.
-        ValueError: the block size is not a positive pair.
+        ValueError: the block size is not a positive pair, or a part of the configuration is no JSON object.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def load_checkpoint(model: nn.Module, directory: str | PathLike[str]) -> nn.Modu
 
     Names, dtypes and shapes are checked before anything is changed. Tensors that are not FP8 layers are copied in
     place, into the dtype and device that the model has; parameters on meta get new tensors on the CPU. Tied parameters
-    stay tied.
+    stay tied. Hooks of a replaced layer are not carried over: register them afterwards.
 
     Args:
         model: with the checkpoint's module names, on the CPU or on meta.
@@ -133,7 +133,7 @@ def load_checkpoint(model: nn.Module, directory: str | PathLike[str]) -> nn.Modu
       (0): BlockScaledLinear(in_features=8, out_features=4, bias=False, block_size=(128, 128))
     )
     """
-    source = Path(directory)
+    source = checkpoint_path("load_checkpoint", "directory", directory)
     config = read_config(source)
     with Checkpoint(source) as checkpoint:
         layers = Layers(checkpoint, config)
@@ -159,16 +159,26 @@ def load_checkpoint(model: nn.Module, directory: str | PathLike[str]) -> nn.Modu
 
 
 def _block_size(config: dict[str, Any]) -> tuple[int, int]:
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
+    key = "quantization_config" if config.get("quantization_config") else "compression_config"
+    quantization = _object(key, config.get(key))
     method = quantization.get("quant_method", "fp8")
     if method not in _METHODS:
         raise NotImplementedError(f"expected quant_method {', '.join(_METHODS)}, got {method}")
     sizes = quantization.get("weight_block_size")
-    for group in quantization.get("config_groups", {}).values():  # compressed-tensors; groups may have any name
-        sizes = sizes or (group.get("weights") or {}).get("block_structure")
+    # compressed-tensors; groups may have any name
+    for name, group in _object("config_groups", quantization.get("config_groups")).items():
+        weights = _object(f"weights of {name}", _object(name, group).get("weights"))
+        sizes = sizes or weights.get("block_structure")
     if isinstance(sizes, str):  # an older spelling, "128x128"
         sizes = [int(size) for size in re.findall(r"\d+", sizes)]
     return check_block_size("quantization_config", sizes or (128, 128))
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    """``value`` of the quantisation configuration, which may be null."""
+    if not isinstance(value, dict | None):
+        refuse("quantization_config", f"`{name}` to be a JSON object", repr(value))
+    return value or {}
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
@@ -206,6 +216,8 @@ def _check_layers(model: nn.Module, layers: Layers, aliases: dict[str, list[str]
             shape = [linear.out_features, linear.in_features]
             if [skeleton.out_features, skeleton.in_features] != shape:
                 refuse("load_checkpoint", f"`{name}` of shape {shape}", list(skeleton.weight.shape))
+            if linear.bias is not None:
+                check_float_dtype("load_checkpoint", alias.removesuffix("weight") + "bias", linear.bias.dtype)
 
 
 def _check_plain(model: nn.Module, checkpoint: Checkpoint, plain: list[str], aliases: dict[str, list[str]]) -> None:
@@ -220,7 +232,10 @@ def _check_plain(model: nn.Module, checkpoint: Checkpoint, plain: list[str], ali
             owner, _, leaf = alias.rpartition(".")
             if leaf != "bias" and isinstance(model.get_submodule(owner), BlockScaledLinear):
                 refuse("load_checkpoint", f"`{name}` of {file} in FP8, as the model holds it", f"dtype {info.dtype}")
-        shape = _get(model, name).shape
+        target = _get(model, name)
+        shape = target.shape
+        if info.dtype == "C64" and not target.is_complex():
+            refuse("load_checkpoint", f"`{name}` of {file} of a real dtype, as the model holds it", info.dtype)
         if shape != info.shape:
             refuse("load_checkpoint", f"`{name}` of {file} of shape {list(shape)}", list(info.shape))
 

@@ -6,8 +6,9 @@
 Importing this module loads the compiled library and registers one fake for each op, which makes the ops work on meta
 tensors, in ``torch.compile(fullgraph=True)`` with a dynamic number of rows and in ``torch.export``.
 
-Autograd is a route of its own, taken only when an input asks for a gradient: inference calls the op directly.
-Gradients flow to ``x`` and to ``bias``; weights and scales are frozen.
+Autograd is a route of its own, taken only when an input asks for a gradient or inside forward-mode differentiation:
+inference calls the op directly. Gradients flow to ``x`` and to ``bias``; weights and scales are frozen: what is made of
+them does not require a gradient, so that a backward through them alone is an error and not a silent zero.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import checks
 
@@ -81,7 +83,7 @@ def convert_weight_packed(weight: Tensor) -> Tensor:
     >>> packed.dtype, packed.shape
     (torch.uint8, torch.Size([16, 16]))
     """
-    return _ops.convert_weight_packed.default(weight)
+    return _ops.convert_weight_packed.default(weight.detach())
 
 
 def unpack_weight(packed: Tensor) -> Tensor:
@@ -145,8 +147,14 @@ def fp8_scaled_mm_cpu(
     if out_dtype is None:
         out_dtype = mat1.dtype
     # A Python autograd registration on the op costs 5 µs a call, as much as a small layer, so it is not on the op.
-    if torch.is_grad_enabled() and (mat1.requires_grad or (bias is not None and bias.requires_grad)):
-        return _ScaledMM.apply(mat1, mat2, scales2, block_size, bias, out_dtype, is_vnni)
+    # `_current_level` is -1 outside of forward-mode differentiation, the one cheap sign of it.
+    if forward_ad._current_level >= 0:
+        return _ScaledMMForwardMode.apply(mat1, mat2, scales2, block_size, bias, out_dtype, is_vnni)
+    if torch.is_grad_enabled():
+        if mat1.requires_grad or (bias is not None and bias.requires_grad):
+            return _ScaledMM.apply(mat1, mat2, scales2, block_size, bias, out_dtype, is_vnni)
+        if mat2.requires_grad or scales2.requires_grad:
+            mat2, scales2 = mat2.detach(), scales2.detach()
     return _scaled_mm(mat1, mat2, scales2, block_size, bias, out_dtype, is_vnni)
 
 
@@ -204,7 +212,7 @@ def quantize_weight_block_fp8(weight: Tensor, block_size: Sequence[int]) -> tupl
             [448., 448.]]), tensor([[2.],
             [2.]]))
     """
-    return _ops.quantize_weight_block_fp8.default(weight, block_size)
+    return _ops.quantize_weight_block_fp8.default(weight.detach(), block_size)
 
 
 def dequantize_weight_block_fp8(
@@ -228,7 +236,7 @@ def dequantize_weight_block_fp8(
     >>> dequantize_weight_block_fp8(codes, torch.tensor([[0.5]]), [1, 2])
     tensor([[0.5000, 1.0000]])
     """
-    return _ops.dequantize_weight_block_fp8.default(weight, scales, block_size, out_dtype)
+    return _ops.dequantize_weight_block_fp8.default(weight.detach(), scales.detach(), block_size, out_dtype)
 
 
 def isa_info() -> str:
@@ -269,8 +277,29 @@ class _ScaledMM(torch.autograd.Function):
             weight = _ops.dequantize_weight_block_fp8.default(codes, scales2, ctx.block_size, torch.float32)
             grad_mat1 = (grad @ weight).to(ctx.mat1_dtype)
         if ctx.needs_input_grad[4]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+            grad_bias = grad.sum_to_size(grad.shape[-1]).to(ctx.bias_dtype)
         return grad_mat1, None, None, None, grad_bias, None, None
+
+
+class _ScaledMMForwardMode(_ScaledMM):
+    """With tangents too: the op is affine, so that of its result is the op on those of ``mat1`` and ``bias``.
+
+    A class of its own, as torch.compile takes no Function that has a jvp.
+    """
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _ScaledMM.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[1:3])
+        ctx.out = output.shape, output.dtype
+
+    @staticmethod
+    def jvp(ctx: Any, mat1, _mat2, _scales2, _block_size, bias, _out_dtype, _is_vnni):  # type: ignore[override]
+        mat2, scales2 = ctx.saved_tensors
+        shape, dtype = ctx.out
+        if mat1 is None:
+            return bias.to(dtype).expand(shape).contiguous()
+        return fp8_scaled_mm_cpu(mat1, mat2, scales2, ctx.block_size, bias, dtype, ctx.is_vnni)
 
 
 @torch.library.register_fake("blockscale::convert_weight_packed")

@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """JSON object in ``path``; anything else is a ValueError that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON in {path}, got {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"expected a JSON object in {path}, got {type(content).__name__}")
@@ -54,8 +54,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace ``path`` by ``content`` in one step."""
     partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    # In ASCII: JSON may hold half a surrogate pair, which UTF-8 has no bytes for.
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="ascii")
     os.replace(partial, path)
+
+
+def checkpoint_path(where: str, name: str, given: str | os.PathLike[str]) -> Path:
+    """``given`` as a path; an empty string is an unset variable, not the current directory."""
+    if not os.fspath(given):
+        raise ValueError(f"{where}: expected `{name}` to be a path, got an empty string")
+    return Path(given)
 
 
 def find_shards(source: Path) -> tuple[list[Path], Path | None]:
@@ -72,7 +80,7 @@ def find_shards(source: Path) -> tuple[list[Path], Path | None]:
     if (source / SINGLE).is_file():
         return [source / SINGLE], None
     if (source / INDEX).is_file():
-        paths = [source / shard for shard in sorted(set(read_weight_map(source / INDEX).values()))]
+        paths = [source / shard for shard in sorted(set(read_index(source / INDEX)["weight_map"].values()))]
         for path in paths:
             if not path.is_file():
                 raise FileNotFoundError(f"expected shard {path.name} beside {source / INDEX}, which names it, got none")
@@ -83,15 +91,20 @@ def find_shards(source: Path) -> tuple[list[Path], Path | None]:
     return paths, None
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """``weight_map`` of an index: tensor name -> shard, a file beside the index."""
-    weight_map = read_json(index).get("weight_map")
+def read_index(index: Path) -> dict[str, Any]:
+    """Content of an index: ``weight_map``, tensor name -> shard (a file beside it), and ``metadata``, {} for none."""
+    content = read_json(index)
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"expected a `weight_map` of tensor names to shards in {index}, got none")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise ValueError(f"expected the shard of `{name}` in {index} to be a file beside it, got {shard!r}")
-    return weight_map
+        if not shard.endswith(".safetensors"):
+            raise ValueError(f"expected the shard of `{name}` in {index} to be a .safetensors file, got {shard!r}")
+    if not isinstance(metadata, dict | None):
+        raise ValueError(f"expected `metadata` of {index} to be an object, got {type(metadata).__name__}")
+    return {**content, "metadata": metadata or {}}
 
 
 class Checkpoint:
@@ -124,7 +137,7 @@ class Checkpoint:
             for path in self.paths:
                 self._add(path, stack)
             if self.index:
-                for name, shard in read_weight_map(self.index).items():
+                for name, shard in read_index(self.index)["weight_map"].items():
                     if self.files.get(name) != source / shard:
                         raise ValueError(f"expected tensor `{name}` in {source / shard}, as the index says, got none")
             self._stack = stack.pop_all()

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blockscale import BlockScaledLinear, linear, ops, quantize_weight_block_fp8, reference
+from blockscale import (
+    BlockScaledLinear,
+    fp8_w8a8_block_scaled_mm_cpu,
+    linear,
+    ops,
+    per_token_group_quant_fp8,
+    quantize_weight_block_fp8,
+    reference,
+)
 from torch import nn
 
 N, K, BLOCK = 37, 193, (16, 64)
@@ -99,6 +107,82 @@ def test_one_row_vector(weight):
     assert torch.allclose(x.grad.double(), w.sum(0), rtol=1e-5, atol=1e-4)
 
 
+def test_no_columns():
+    layer = BlockScaledLinear(5, 0)
+    x = torch.zeros(3, 5, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.equal(x.grad, torch.zeros(3, 5)) and layer.bias.grad.shape == (0,)
+
+
+def test_codes_and_scales_are_frozen_whatever_asks(weight):
+    stored, scales, _ = weight
+    w, scales = nn.Parameter(torch.randn(N, K)), nn.Parameter(scales)
+    codes, made = quantize_weight_block_fp8(w, BLOCK)
+    plain = nn.Parameter(codes)
+    A, As = per_token_group_quant_fp8(w, BLOCK[1])
+    bias = nn.Parameter(torch.zeros(N))
+    results = {
+        "quantize": (codes, made),
+        "pack": (ops.convert_weight_packed(plain),),
+        "dequantize": (ops.dequantize_weight_block_fp8(plain, nn.Parameter(made), BLOCK),),
+        "linear": (linear(torch.randn(2, K), stored, scales, block_size=BLOCK),),
+        "activations": (A, As),
+        "w8a8": (fp8_w8a8_block_scaled_mm_cpu(A, plain, As, nn.Parameter(made), BLOCK, bias, is_vnni=False),),
+    }
+    for name, tensors in results.items():
+        assert not any(tensor.requires_grad for tensor in tensors), name
+    x = torch.randn(2, K, requires_grad=True)
+    linear(x, stored, scales, block_size=BLOCK).sum().backward()
+    assert x.grad is not None and scales.grad is None
+
+
+# ---- forward mode
+@pytest.mark.parametrize("no_grad", [False, True])
+@pytest.mark.parametrize("moving", ["x", "bias", "both"])
+@pytest.mark.parametrize("shape", [(2, 3, K), (K,), (0, K)], ids=str)
+def test_forward_mode(weight, shape, moving, no_grad):
+    stored, scales, w = weight
+    x, dx, bias, dbias = torch.randn(shape), torch.randn(shape), torch.randn(N), torch.randn(N)
+    with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(not no_grad):
+        dual_x = torch.autograd.forward_ad.make_dual(x, dx) if moving != "bias" else x
+        dual_bias = torch.autograd.forward_ad.make_dual(bias, dbias) if moving != "x" else bias
+        out = linear(dual_x, stored, scales, dual_bias, block_size=BLOCK, out_dtype=torch.bfloat16)
+        value, tangent = torch.autograd.forward_ad.unpack_dual(out)
+    want = torch.zeros(*shape[:-1], N, dtype=torch.float64)
+    want += dx.double() @ w.T if moving != "bias" else 0
+    want += dbias.double() if moving != "x" else 0
+    assert torch.equal(value, linear(x, stored, scales, bias, block_size=BLOCK, out_dtype=torch.bfloat16))
+    assert tangent.dtype == torch.bfloat16 and tangent.shape == value.shape
+    assert torch.allclose(tangent.double(), want, rtol=2.0**-7, atol=1e-3)
+
+
+def test_forward_mode_through_a_layer_whose_bias_is_frozen():
+    layer = BlockScaledLinear.from_float(nn.Linear(K, N), BLOCK).requires_grad_(False)
+    x, dx = torch.randn(3, K), torch.randn(3, K)
+    value, tangent = torch.func.jvp(layer, (x,), (dx,))
+    assert torch.equal(value, layer(x)) and torch.allclose(tangent, layer(dx) - layer.bias, atol=1e-5)
+
+
+def test_forward_over_reverse(weight):
+    stored, scales, w = weight
+    x, dx = torch.randn(2, K), torch.randn(2, K)
+    gradient = torch.func.grad(lambda x: linear(x, stored, scales, block_size=BLOCK).square().sum())
+    _, product = torch.func.jvp(gradient, (x,), (dx,))
+    assert torch.allclose(product.double(), 2 * (dx.double() @ w.T) @ w, rtol=1e-3, atol=1e-1)
+
+
+def test_second_order_forward_mode(weight):
+    stored, scales, w = weight
+    x, dx = torch.randn(2, K), torch.randn(2, K)
+
+    def directional(x):
+        return torch.func.jvp(lambda x: linear(x, stored, scales, block_size=BLOCK).square().sum(), (x,), (dx,))[1]
+
+    _, product = torch.func.jvp(directional, (x,), (dx,))
+    assert torch.allclose(product.double(), 2 * (dx.double() @ w.T).square().sum(), rtol=1e-3)
+
+
+# ---- more of reverse mode
 def test_second_order(weight):
     stored, scales, w = weight
     x = torch.randn(2, K, requires_grad=True)

@@ -154,6 +154,44 @@ def test_selftest_text_and_json(capsys, monkeypatch, case):
     assert status == want and json.loads(out) == report
 
 
+def run_into(stdout, *arguments):
+    """(exit status, stderr) of a command whose output can't be written."""
+    done = subprocess.run(
+        [sys.executable, "-m", "blockscale", *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("json_option", [(), ("--json",)], ids=["text", "json"])
+def test_a_full_disk_is_one_sentence(json_option):
+    with open("/dev/full", "w") as full:
+        status, err = run_into(full, "info", *json_option)
+    assert status == 1 and err == "blockscale: [Errno 28] No space left on device\n"
+
+
+def test_a_reader_that_leaves_is_no_error_to_print():
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert run_into(writing, "info") == (1, "")
+    finally:
+        os.close(writing)
+
+
+def test_block_size_beyond_int64_is_refused_before_anything_is_written(capsys, source, tmp_path):
+    status, out, err = in_process(capsys, "quantize", source, tmp_path / "dst", "--block-size", 10**20, 5)
+    assert status == 1 and not out and err.startswith("blockscale: quantize_checkpoint: expected `block_size` of")
+    assert err.count("\n") == 1 and not (tmp_path / "dst").exists()
+
+
+def test_odd_configurations_are_one_sentence(capsys, source):
+    for config in ({"quantization_config": "fp8"}, {"quantization_config": {"config_groups": [1]}}):
+        (source / "config.json").write_text(json.dumps(config))
+        status, out, err = in_process(capsys, "inspect", source)
+        assert status == 1 and not out and err.startswith("blockscale: quantization_config: expected `")
+        assert err.count("\n") == 1
+
+
 def test_help_needs_no_arguments():
     status, out, _ = command("--help")
     assert status == 0 and all(word in out for word in ("info", "selftest", "quantize", "inspect"))

@@ -191,6 +191,11 @@ REFUSED = {
     "bias": (lambda: BlockScaledLinear.from_fp8(CODES, SCALES, torch.ones(3)), r"\[N\] = \[48\], got \[3\]"),
     "bias-dtype": (lambda: BlockScaledLinear.from_fp8(CODES, SCALES, torch.ones(N).long()), "got int64"),
     "block-one": (lambda: BlockScaledLinear.from_fp8(CODES, SCALES, None, 128), r"\[block_n, block_k\], got \[128\]"),
+    "negative": (lambda: BlockScaledLinear(-1, N), f"not negative, got -1 and {N}"),
+    "bias-int": (lambda: BlockScaledLinear(K, N, dtype=torch.int32), "`bias` of dtype bfloat16, .*, got int32"),
+    "bias-double": (lambda: BlockScaledLinear(K, N, dtype=torch.float64), "got float64"),
+    "block-huge": (lambda: BlockScaledLinear.from_float(nn.Linear(K, N), (2**70, 1)), r"integers below 2\*\*63"),
+    "block-bool": (lambda: BlockScaledLinear(K, N, block_size=(True, 1)), r"positive integers .*, got \[True, 1\]"),
     "block-zero": (lambda: BlockScaledLinear(K, N, block_size=(0, 1)), r"positive integers .*, got \[0, 1\]"),
     "block-negative": (lambda: BlockScaledLinear.from_float(nn.Linear(2, 2), (-1, 1)), r"got \[-1, 1\]"),
     "block-three": (lambda: BlockScaledLinear(K, N, block_size=(1, 1, 1)), r"got \[1, 1, 1\]"),
@@ -208,6 +213,18 @@ def test_refusals_are_sentences(case):
     call, words = REFUSED[case]
     with pytest.raises(ValueError, match="expected .*" + words):
         call()
+
+
+def test_default_dtype_does_not_reach_the_scales():
+    codes = torch.ones(N, K).to(torch.float8_e4m3fn)
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = BlockScaledLinear(K, N, dtype=torch.float32)
+        other = BlockScaledLinear.from_fp8(codes, torch.ones(1, 2, dtype=torch.float32), torch.ones(N).half())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.weight_scale_inv.dtype == torch.float32 and other.bias.dtype == torch.float16
+    assert layer(torch.ones(K)).eq(0).all() and other(torch.ones(K)).eq(K + 1).all()
 
 
 def test_infinite_weight_is_refused():

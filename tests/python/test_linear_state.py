@@ -70,6 +70,9 @@ BAD_STATES = {
     "no-scale": (lambda s, layer: s.pop("weight_scale_inv"), "scales beside a float8_e4m3fn `weight`, got none"),
     "no-weight": (lambda s, layer: s.pop("weight"), "`weight` beside `weight_scale_inv`, got none"),
     "bias-shape": (lambda s, layer: s.update(bias=torch.ones(N + 1)), r"`bias` of shape \[N\] = \[48\], got \[49\]"),
+    "weight-list": (lambda s, layer: s.update(weight=[1.0]), "`weight` to be a tensor, got list"),
+    "scale-number": (lambda s, layer: s.update(weight_scale_inv=1.0), "`scales` to be a tensor, got float"),
+    "bias-list": (lambda s, layer: s.update(bias=[1.0]), "`bias` to be a tensor, got list"),
     "bias-dtype": (lambda s, layer: s.update(bias=torch.ones(N).double()), "got float64"),
 }
 
@@ -114,6 +117,7 @@ CONVERSIONS = {
     "half": lambda m: m.half(),
     "bfloat16": lambda m: m.bfloat16(),
     "float": lambda m: m.float(),
+    "double": lambda m: m.double(),
     "double-and-back": lambda m: m.double().float(),
     "to-dtype": lambda m: m.to(torch.float16),
     "to-both": lambda m: m.to("cpu", torch.bfloat16),
@@ -149,6 +153,28 @@ def test_conversions_leave_codes_and_scales(name, block_size, swap):
 
 def test_conversion_reaches_the_bias():
     assert make().half().bias.dtype == torch.float16
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["set-data", "swap-tensors"])
+def test_double_leaves_a_layer_that_works(swap):
+    layer, x = make().half(), torch.randn(3, K)
+    layer(x).sum().backward()
+    want, grad = layer(x).detach(), layer.bias.grad.clone()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        layer.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert layer.bias.dtype == torch.float16 and torch.equal(layer(x), want)
+    assert layer.bias.grad.dtype == torch.float16 and torch.equal(layer.bias.grad, grad)
+
+
+def test_requires_grad_sets_the_bias_alone():
+    layer = make()
+    assert not layer.requires_grad_(False).bias.requires_grad
+    assert layer.requires_grad_().bias.requires_grad
+    assert not layer.weight.requires_grad and not layer.weight_scale_inv.requires_grad
+    assert make(bias=False).requires_grad_(True).bias is None
 
 
 def test_pickle_holds_plain_codes():

@@ -187,6 +187,16 @@ UNLOADABLE = {
         None,
         "parameter or buffer in the model for `c` of",
     ),
+    "complex": (
+        lambda: {"a.weight": torch.ones(8, 8, dtype=torch.complex64)},
+        None,
+        "`a.weight` of .* of a real dtype, as the model holds it, got C64",
+    ),
+    "double-bias": (
+        lambda: fp8_tensors("a", ONE) | {"a.bias": torch.ones(8)},
+        lambda: one_layer(bias=True).double(),
+        r"`a.bias` of dtype bfloat16, float16 or float32, got float64",
+    ),
     "plain-shape": (lambda: {"a.weight": torch.ones(8, 9)}, None, r"`a.weight` of .*shape \[8, 8\], got \[8, 9\]"),
     "bf16-into-fp8": (
         lambda: {"a.weight": torch.ones(8, 8).bfloat16()},
@@ -208,7 +218,7 @@ def test_unloadable_is_refused_by_name_and_changes_nothing(tmp_path, case):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match="expected .*" + words) as refusal:
         load_tensors(tmp_path, tensors(), model)
-    assert "`a.weight" in str(refusal.value) or case in ("no-module", "missing", "unexpected")
+    assert "`a.weight" in str(refusal.value) or case in ("no-module", "missing", "unexpected", "double-bias")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))
 
@@ -216,6 +226,23 @@ def test_unloadable_is_refused_by_name_and_changes_nothing(tmp_path, case):
 def test_other_quantisation_is_refused_by_name(tmp_path):
     with pytest.raises(NotImplementedError, match="expected quant_method fp8, .*, got awq"):
         load_tensors(tmp_path, {"a.weight": torch.ones(8, 8)}, config={"quantization_config": {"quant_method": "awq"}})
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"quantization_config": "fp8"}, "`quantization_config` to be a JSON object, got 'fp8'"),
+        ({"quantization_config": ["fp8"]}, r"`quantization_config` to be a JSON object, got \['fp8'\]"),
+        ({"compression_config": 3}, "`compression_config` to be a JSON object, got 3"),
+        ({"quantization_config": {"config_groups": [1]}}, r"`config_groups` to be a JSON object, got \[1\]"),
+        ({"quantization_config": {"config_groups": {"a": "x"}}}, "`a` to be a JSON object, got 'x'"),
+        ({"quantization_config": {"config_groups": {"a": {"weights": "x"}}}}, "`weights of a` to be .*, got 'x'"),
+        ({"quantization_config": {"weight_block_size": [2**63, 1]}}, r"integers below 2\*\*63"),
+    ],
+)
+def test_odd_configuration_is_refused_by_name(tmp_path, config, words):
+    with pytest.raises(ValueError, match="quantization_config: expected " + "(`block_size` of )?" + words):
+        load_tensors(tmp_path, fp8_tensors("a", ONE), config=config)
 
 
 def test_bad_block_size_in_config(tmp_path):
