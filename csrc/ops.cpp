@@ -189,7 +189,7 @@ std::tuple<Tensor, Tensor> per_token_group_quant_fp8(Tensor x, int64_t group_siz
   const FloatType type = check.float_dtype("x", x.scalar_type());
   if (x.dim() == 0) check.fail("`x` of shape [..., K]", "[]");
   if (group_size <= 0) check.fail("`group_size` positive", std::to_string(group_size));
-  if (!(eps > 0 && eps < std::numeric_limits<float>::infinity())) {
+  if (!(eps > 0 && eps <= std::numeric_limits<float>::max())) {
     char text[32];
     std::snprintf(text, sizeof(text), "%g", eps);
     check.fail("`eps` positive and finite", text);

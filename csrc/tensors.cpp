@@ -3,6 +3,10 @@
 
 #include <sys/mman.h>
 
+#include <stdexcept>
+
+#include "checks.h"
+
 namespace blockscale {
 
 namespace {
@@ -10,9 +14,11 @@ namespace {
 Tensor empty_strided_cpu(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type) {
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, aoti_torch_device_type_cpu(), 0,
-                                                         &handle));
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                               aoti_torch_device_type_cpu(), 0, &handle) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("blockscale: torch could not allocate a tensor of shape " + list_text(sizes) +
+                             " and dtype " + dtype_name(type));
+  }
   return Tensor(handle);
 }
 

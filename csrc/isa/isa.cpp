@@ -102,7 +102,9 @@ Isa parse_isa(const char* name) {
     if (strcmp(kRows[i].name, name) == 0) return static_cast<Isa>(i);
     names += (i ? ", " : "") + std::string(kRows[i].name);
   }
-  throw std::invalid_argument("blockscale: expected `BLOCKSCALE_MAX_ISA` to be one of " + names + ", got " + name);
+  std::string got;  // in ASCII: Python decodes the sentence as UTF-8
+  for (const char* c = name; *c; ++c) got += static_cast<signed char>(*c) < ' ' ? '?' : *c;
+  throw std::invalid_argument("blockscale: expected `BLOCKSCALE_MAX_ISA` to be one of " + names + ", got " + got);
 }
 
 CpuWords read_cpu_words() {

@@ -34,6 +34,7 @@ WRONG = [
     (QUANT, {"eps": 0.0}, "`eps` positive and finite", "0"),
     (QUANT, {"eps": -1e-10}, "`eps` positive and finite", "-1e-10"),
     (QUANT, {"eps": float("inf")}, "`eps` positive and finite", "inf"),
+    (QUANT, {"eps": 1e39}, "`eps` positive and finite", "1e+39"),
     (QUANT, {"eps": float("nan")}, "`eps` positive and finite", "nan"),
     (MM, {"A": empty(3, K)}, "`A` of dtype float8_e4m3fn", "float32"),
     (MM, {"A": empty(3, K, dtype=U8)}, "`A` of dtype float8_e4m3fn", "uint8"),
