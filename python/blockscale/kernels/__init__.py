@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..checks import check_dtype, refuse
+from .arguments import check_route_arguments, read_shape
 from .base import (
     INPUT_SCALE,
     WEIGHT,
@@ -31,14 +32,16 @@ from .base import (
     QuantFP8,
     QuantKey,
     ScaleDesc,
+    build_platform,
     replace_parameter,
 )
 from .configurations import LayerParts, layer_parts
 from .cpu import CPUFp8BlockScaledMMKernel, CPUFp8W8A8BlockScaledMMKernel, supports_cpu_fp8_w8a16
 from .cuda import BlockWiseTorchFP8ScaledMMLinearKernel
+from .fields import shown
 from .layer_names import shard_names
 from .layer_params import fuse_shard_scales
-from .schemes import LINEAR_BACKENDS, capability_number, get_scheme_from_parts
+from .schemes import capability_number, check_backend, get_scheme_from_parts
 from .xpu import XPUFp8BlockScaledMMKernel, XPUW8A16FP8LinearKernel
 
 __all__ = [
@@ -216,7 +219,9 @@ def route(
     >>> decision.scheme, decision.kernel.__name__, decision.activation
     ('w8a16_block', 'CPUFp8BlockScaledMMKernel', 'group128')
     """
+    check_route_arguments(layer_name, input_dtype, out_dtype, weight_dtype, scale_dtype, fused_shards)
     where = f"layer `{layer_name}`"
+    weight_shape = read_shape(where, "weight_shape", weight_shape)
     quantized = None if weight_dtype is None else weight_dtype.itemsize == 1
     if weight_dtype is not None and quantized:
         check_dtype(where, "weight", weight_dtype, (torch.float8_e4m3fn,), "float8_e4m3fn")
@@ -290,18 +295,19 @@ def _choose(
     linear_backend: str,
 ) -> tuple[Kernel | None, list[str]]:
     where = "choose_scaled_mm_linear_kernel"
-    if linear_backend not in LINEAR_BACKENDS:
-        refuse(where, f"`linear_backend` {', '.join(LINEAR_BACKENDS)}", linear_backend)
-    if isinstance(possible_kernels, Mapping):
-        possible_kernels = possible_kernels[config.platform or "cpu"]
-    known = {kernel.__name__: kernel for kernel in [*_registered(), *possible_kernels]}
+    if not isinstance(config, FP8ScaledMMLinearLayerConfig):
+        refuse(where, "`config` to be an FP8ScaledMMLinearLayerConfig", shown(config))
+    check_backend(where, linear_backend)
+    candidates = _candidates(where, config, possible_kernels)
+    known = {kernel.__name__: kernel for kernel in [*_registered(), *candidates]}
     off = _disabled(where, disabled, known)
-    candidates = list(possible_kernels)
     if force_kernel is not None:
         if isinstance(force_kernel, str):
             if force_kernel not in known:
-                refuse(where, f"`force_kernel` {', '.join(known)}", force_kernel)
+                refuse(where, f"`force_kernel` {', '.join(known)}", shown(force_kernel))
             force_kernel = known[force_kernel]
+        if not _is_kernel(force_kernel):
+            refuse(where, "`force_kernel` to be a kernel class, its name, or None", shown(force_kernel))
         candidates, linear_backend = [force_kernel], "auto"
     capability = capability_number(where, compute_capability)
     reasons: list[str] = []
@@ -314,6 +320,28 @@ def _choose(
         reasons.append(f"{kernel.__name__}: {reason}")
     _log_once(f"blockscale: no kernel for {config}: {'; '.join(reasons) or 'none is registered'}")
     return None, reasons
+
+
+def _candidates(
+    where: str,
+    config: FP8ScaledMMLinearLayerConfig,
+    possible_kernels: Sequence[Kernel] | Mapping[str, Sequence[Kernel]],
+) -> list[Kernel]:
+    """The classes of ``possible_kernels`` for the platform of ``config``."""
+    listed: Any = possible_kernels
+    if isinstance(possible_kernels, Mapping):
+        platform = build_platform() if config.platform is None else config.platform
+        if platform not in possible_kernels:
+            words = f"`platform` of the configuration to be one of {', '.join(map(str, possible_kernels))}"
+            refuse(where, words, shown(platform))
+        listed = possible_kernels[platform]
+    if not isinstance(listed, (list, tuple)) or not all(map(_is_kernel, listed)):
+        refuse(where, "`possible_kernels` to be a list of kernel classes, or such a list per platform", shown(listed))
+    return list(listed)
+
+
+def _is_kernel(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, MMLinearKernel)
 
 
 def _why_not(
@@ -336,7 +364,14 @@ def _registered() -> list[Kernel]:
 
 
 def _disabled(where: str, disabled: Iterable[Kernel | str], known: Mapping[str, Kernel]) -> set[str]:
-    names = [one if isinstance(one, str) else one.__name__ for one in disabled]
+    words = "`disabled` to be a list of kernel classes or their names"
+    if isinstance(disabled, str) or not isinstance(disabled, Iterable):
+        refuse(where, words, shown(disabled))
+    names = []
+    for one in disabled:
+        if not (isinstance(one, str) or _is_kernel(one)):
+            refuse(where, words, shown(one))
+        names.append(one if isinstance(one, str) else one.__name__)
     sources = [("`disabled`", names)]
     variable = os.environ.get("BLOCKSCALE_DISABLED_KERNELS", "")
     sources.append(("BLOCKSCALE_DISABLED_KERNELS", [name.strip() for name in variable.split(",") if name.strip()]))

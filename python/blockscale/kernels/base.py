@@ -10,6 +10,7 @@ parameter of the layer, so that it moves, sleeps and reloads with the layer.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,8 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import FLOAT_DTYPES, SCALE_DTYPES, dtype_name
-from .layer_params import INPUT_SCALE, WEIGHT, WEIGHT_SCALE, WEIGHT_SCALE_INV, prepared, replace_parameter
+from ..checks import FLOAT_DTYPES, SCALE_DTYPES, dtype_name, refuse
+from .arguments import check_torch_dtype, read_shape
+from .fields import shown
+from .layer_params import INPUT_SCALE, WEIGHT, WEIGHT_SCALE, WEIGHT_SCALE_INV, layer_label, prepared, replace_parameter
 from .quant_keys import GroupShape, QuantFP8, QuantKey, ScaleDesc
 
 __all__ = [
@@ -33,8 +36,19 @@ __all__ = [
     "QuantFP8",
     "QuantKey",
     "ScaleDesc",
+    "build_platform",
     "replace_parameter",
+    "rows_of",
 ]
+
+
+def build_platform() -> str:
+    """The platform that this build of torch is for."""
+    if torch.version.hip is not None:
+        return "rocm"
+    if torch.version.xpu is not None:
+        return "xpu"
+    return "cuda" if torch.version.cuda is not None else "cpu"
 
 
 @dataclass(frozen=True)
@@ -56,10 +70,30 @@ class FP8ScaledMMLinearLayerConfig:
     out_dtype: torch.dtype | None = torch.bfloat16
     platform: str | None = None
 
+    def __post_init__(self) -> None:
+        where = "FP8ScaledMMLinearLayerConfig"
+        if not isinstance(self.weight_quant_key, QuantKey):
+            refuse(where, "`weight_quant_key` to be a QuantKey", shown(self.weight_quant_key))
+        if not (self.activation_quant_key is None or isinstance(self.activation_quant_key, QuantKey)):
+            refuse(where, "`activation_quant_key` to be a QuantKey or None", shown(self.activation_quant_key))
+        object.__setattr__(self, "weight_shape", read_shape(where, "weight_shape", self.weight_shape))
+        check_torch_dtype(where, "input_dtype", self.input_dtype)
+        if self.out_dtype is not None:
+            check_torch_dtype(where, "out_dtype", self.out_dtype)
+        if not (self.platform is None or isinstance(self.platform, str)):
+            refuse(where, "`platform` to be the name of a platform or None", shown(self.platform))
+
     def __str__(self) -> str:
         shape = "" if self.weight_shape is None else f" N={self.weight_shape[0]} K={self.weight_shape[1]}"
         activation = self.activation_quant_key or dtype_name(self.input_dtype)
         return f"weight{shape} {self.weight_quant_key}; activation {activation}"
+
+
+def rows_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """``x[..., K]`` as ``[M, K]``; K may be 0."""
+    if x.dim() == 0:
+        refuse(layer_label(layer), "`x` of shape [..., K]", "[]")
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class MMLinearKernel(ABC):
@@ -111,6 +145,11 @@ class MMLinearKernel(ABC):
 
     def _out_dtype(self, x: Tensor) -> torch.dtype:
         return self.config.out_dtype or x.dtype
+
+    def _bias_alone(self, x: Tensor, N: int, bias: Tensor | None) -> Tensor:
+        """The result where there is nothing to add up: no rows, or K = 0."""
+        out = x.new_zeros([*x.shape[:-1], N], dtype=self._out_dtype(x))
+        return out if bias is None else (out + bias).to(out.dtype)
 
     @staticmethod
     def _refuse_weight(config: FP8ScaledMMLinearLayerConfig) -> str | None:
@@ -170,7 +209,7 @@ class Fp8BlockScaledMMLinearKernel(MMLinearKernel):
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         weight, scales = prepared(layer)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = rows_of(layer, x)
         A, As = self.quant_fp8(rows)
         out = self.apply_block_scaled_mm(A, weight, As, scales)
         if bias is not None:

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import refuse
+from .arguments import check_layer_name
+from .fields import Fields, shown
 from .layer_names import is_kept_by_default, matches, matching_entry
-from .schemes import InputQuant, WeightQuant, parse_block_size, read_input_args, read_weight_args
+from .schemes import InputQuant, WeightQuant, read_input_args, read_weight_args
 
 __all__ = ["LayerParts", "layer_parts"]
 
 _IGNORE_FIELDS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
+# Fields of a file that hold the configuration; the last one is modelopt's own file.
+_HOLDERS = ("quantization_config", "compression_config", "quantization")
 _KEPT = "embeddings, heads, norms and router gates are quantised only where named"
 _FP8_ARGS: dict[str, Any] = {"type": "float", "num_bits": 8}
 
@@ -77,52 +81,76 @@ def layer_parts(config: Mapping[str, Any] | None, name: str, *, quantized: bool 
     >>> layer_parts({"quant_method": "fp8", "weight_block_size": [128, 128]}, "model.layers.0.mlp.up_proj").weight
     WeightQuant(strategy='block', block_size=(128, 128))
     """
+    check_layer_name("layer_parts", name)
     where = f"layer `{name}`"
-    config = _unwrap(where, config)
-    if not config:
+    fields = _unwrap(where, config)
+    if fields is None:
         return LayerParts(None, None, "the checkpoint is not quantised")
-    method = str(config.get("quant_method") or _guess_method(config)).lower()
+    method = (fields.text("quant_method") or _guess_method(fields)).lower()
     if method not in _READERS:
-        raise NotImplementedError(f"{where}: expected quant_method {', '.join(_READERS)}, got {method or 'none'}")
+        raise NotImplementedError(
+            f"{where}: expected quant_method {', '.join(_READERS)}, got {shown(method) or 'none'}"
+        )
     # Read first, so that what is not FP8 is refused whichever layer is asked for.
-    parts = _READERS[method](where, config, name, quantized)
+    ignored = [entry for field in _IGNORE_FIELDS for entry in fields.names(field) or []]
+    parts = _READERS[method](fields, name, quantized)
+    _check_agreement(fields, method, parts.weight)
     if quantized is False:
         return LayerParts(None, None, "its weight is not stored in FP8")
     if quantized is None:
-        entry = matching_entry(_ignored(where, config), name)
+        entry = matching_entry(ignored, name)
         if entry is not None:
             return LayerParts(None, None, f"left alone by the entry `{entry}`", named=True)
     return parts
 
 
-def _unwrap(where: str, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if isinstance(config, Mapping) and isinstance(config.get(key), Mapping):
-            inner = dict(config[key])
-            if key == "quantization":  # modelopt's own file
-                inner.setdefault("quant_method", str((config.get("producer") or {}).get("name", "modelopt")))
-            config = inner
-    if config is not None and not isinstance(config, Mapping):
-        refuse(where, "`quantization_config` to be a mapping", type(config).__name__)
-    if config is None or ("model_type" in config and "quant_method" not in config):  # a config.json without any
-        return {}
-    return config
+def _unwrap(where: str, config: Mapping[str, Any] | None) -> Fields | None:
+    """The part of ``config`` that says how weights are quantised; None where there is none."""
+    fields, inside = _mapping(where, "quantization_config", config), False
+    while fields is not None:
+        held = [field for field in _HOLDERS if fields.has(field)]
+        if any(fields.values[field] != fields.values[held[0]] for field in held[1:]):
+            refuse(where, f"one of {', '.join(f'`{field}`' for field in held)}", "some that differ")
+        if not held:
+            break
+        inner, inside = _mapping(where, held[0], fields.values[held[0]]), True
+        if inner is not None and held[0] == "quantization":  # modelopt's own file
+            producer = fields.fields("producer")
+            method = producer.text("name") if producer is not None else None
+            if method is None and ("quant_algo" in inner.values or "quantized_layers" in inner.values):
+                method = "modelopt"
+            if method is not None and not inner.has("quant_method"):
+                inner = Fields(where, "", {**inner.values, "quant_method": method})
+        fields = inner
+    if fields is None or not fields.values:
+        return None
+    if not inside and "model_type" in fields.values and not fields.has("quant_method"):  # a config.json without any
+        text_model = fields.fields("text_config")
+        return None if text_model is None else _unwrap(where, {"model_type": "", **text_model.values})
+    return fields
 
 
-def _guess_method(config: Mapping[str, Any]) -> str:
-    if "config_groups" in config:
+def _mapping(where: str, field: str, value: Mapping[str, Any] | None) -> Fields | None:
+    if value is not None and not isinstance(value, Mapping):
+        refuse(where, f"`{field}` to be a mapping", type(value).__name__)
+    return None if value is None else Fields(where, "", value)
+
+
+def _guess_method(config: Fields) -> str:
+    if "config_groups" in config.values:
         return "compressed-tensors"
-    return "modelopt" if "quant_algo" in config or "quantized_layers" in config else ""
+    return "modelopt" if "quant_algo" in config.values or "quantized_layers" in config.values else ""
 
 
-def _ignored(where: str, config: Mapping[str, Any]) -> list[str]:
-    entries: list[str] = []
-    for field in _IGNORE_FIELDS:
-        value = config.get(field) or []
-        if isinstance(value, str) or not all(isinstance(entry, str) for entry in value):
-            refuse(where, f"`{field}` to be a list of names", value)
-        entries.extend(value)
-    return entries
+def _check_agreement(config: Fields, method: str, weight: WeightQuant | None) -> None:
+    """Fields that another method reads do not say otherwise."""
+    if config.has("config_groups") and method not in ("compressed-tensors", "modelopt", "modelopt_fp8"):
+        words = "`config_groups` only beside quant_method compressed-tensors or modelopt"
+        refuse(config.where, words, f"quant_method {method}")
+    block_size = config.block_size("weight_block_size")
+    if block_size is not None and weight is not None and block_size != weight.block_size:
+        words = f"to be the blocks of {method}: {weight.block_size or f'none, one scale per {weight.strategy}'}"
+        config.refuse("weight_block_size", words)
 
 
 def _default(name: str, quantized: bool | None, weight: WeightQuant, activation: InputQuant | None) -> LayerParts:
@@ -132,86 +160,122 @@ def _default(name: str, quantized: bool | None, weight: WeightQuant, activation:
     return LayerParts(weight, activation)
 
 
-def _read_fp8(where: str, config: Mapping[str, Any], name: str, quantized: bool | None) -> LayerParts:
-    fmt = str(config.get("fmt") or "e4m3").lower().removeprefix("torch.").removeprefix("float8_")
+def _read_fp8(config: Fields, name: str, quantized: bool | None) -> LayerParts:
+    fmt = config.text("fmt", "e4m3").lower().removeprefix("torch.").removeprefix("float8_")
     if fmt not in ("e4m3", "e4m3fn"):
-        raise NotImplementedError(f"{where}: expected `fmt` e4m3, got {fmt}")
-    scheme = config.get("activation_scheme") or "dynamic"
+        raise NotImplementedError(f"{config.where}: expected `fmt` e4m3, got {shown(fmt)}")
+    scheme = config.text("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
-        refuse(where, "`activation_scheme` dynamic or static", scheme)
-    scale_fmt = str(config.get("scale_fmt") or "float32").lower()
+        config.refuse("activation_scheme", "dynamic or static")
+    scale_fmt = config.text("scale_fmt", "float32").lower()
     if scale_fmt not in ("ue8m0", "e8m0", "float32", "fp32", "float"):
-        refuse(where, "`scale_fmt` ue8m0 or float32", scale_fmt)
-    sizes, ue8m0 = config.get("weight_block_size"), scale_fmt.endswith("e8m0")
-    if sizes is None:
+        config.refuse("scale_fmt", "ue8m0 or float32")
+    block_size, ue8m0 = config.block_size("weight_block_size"), scale_fmt.endswith("e8m0")
+    if block_size is None:
         activation = InputQuant("tensor", static=True) if scheme == "static" else InputQuant("token")
         return _default(name, quantized, WeightQuant("tensor"), activation)
-    block_size = parse_block_size(where, "weight_block_size", sizes)
     if scheme == "static":
-        refuse(where, "`activation_scheme` dynamic beside `weight_block_size`", scheme)
+        config.refuse("activation_scheme", "dynamic beside `weight_block_size`")
     return _default(name, quantized, WeightQuant("block", block_size), InputQuant("group", block_size[1], ue8m0=ue8m0))
 
 
-def _read_channel(where: str, config: Mapping[str, Any], name: str, quantized: bool | None) -> LayerParts:
-    bound = config.get("activation_scale_ub")
-    if bound is not None and not (isinstance(bound, (int, float)) and bound > 0):
-        refuse(where, "`activation_scale_ub` positive", bound)
+def _read_channel(config: Fields, name: str, quantized: bool | None) -> LayerParts:
+    bound = config.positive_number("activation_scale_ub")
     return _default(name, quantized, WeightQuant("channel"), InputQuant("token", bounded=bound is not None))
 
 
-def _read_modelopt(where: str, config: Mapping[str, Any], name: str, quantized: bool | None) -> LayerParts:
-    if config.get("config_groups") and not config.get("quant_algo"):
-        return _read_compressed(where, config, name, quantized)
-    layers = config.get("quantized_layers") or {}
-    entry = matching_entry(layers, name)
-    algo = config.get("quant_algo") if entry is None else layers[entry].get("quant_algo")
-    if entry is None and (layers or str(algo).upper() == "MIXED_PRECISION"):
+def _read_modelopt(config: Fields, name: str, quantized: bool | None) -> LayerParts:
+    algo, layers = config.text("quant_algo"), config.fields("quantized_layers")
+    mixed = algo is not None and algo.upper() == "MIXED_PRECISION"
+    if config.has("config_groups") and (algo is None or (mixed and layers is None)):
+        return _read_compressed(config, name, quantized)
+    if mixed and (layers is None or not layers.values):
+        config.refuse("quantized_layers", "beside `quant_algo` MIXED_PRECISION")
+    if layers is None or not layers.values:
+        if "quant_algo" not in config.values:
+            config.refuse("quant_algo", f"to be one of {', '.join(_MODELOPT)}, or null for no weights")
+        if algo is None:
+            return LayerParts(None, None, "`quant_algo` is null: no weights are quantised")
+        return _default(name, quantized, *_modelopt_parts(config, algo))
+    config.check_entries("quantized_layers", layers.values.keys())
+    each = {entry: layers.fields(entry) for entry in layers.values}
+    for entry, layer in each.items():
+        if layer is None or layer.text("quant_algo") is None:
+            refuse(config.where, f"`quantized_layers.{entry}.quant_algo`", "none")
+    entry = matching_entry(each, name)
+    if entry is None:
         return LayerParts(None, None, "not among `quantized_layers`")
-    if algo is None:
-        return LayerParts(None, None, "`quant_algo` is null: no weights are quantised")
-    if str(algo).upper() not in _MODELOPT:
-        raise NotImplementedError(f"{where}: expected `quant_algo` {', '.join(_MODELOPT)}, got {algo}")
-    weight, activation = _MODELOPT[str(algo).upper()]
-    return _default(name, quantized, weight, activation) if entry is None else LayerParts(weight, activation)
+    return LayerParts(*_modelopt_parts(each[entry], each[entry].text("quant_algo")))
 
 
-def _read_compressed(where: str, config: Mapping[str, Any], name: str, quantized: bool | None) -> LayerParts:
-    groups = config.get("config_groups")
+def _modelopt_parts(config: Fields, algo: str) -> tuple[WeightQuant, InputQuant | None]:
+    if algo.upper() not in _MODELOPT:
+        expected = f"`{config.path_of('quant_algo')}` {', '.join(_MODELOPT)}"
+        raise NotImplementedError(f"{config.where}: expected {expected}, got {shown(algo)}")
+    return _MODELOPT[algo.upper()]
+
+
+def _read_compressed(config: Fields, name: str, quantized: bool | None) -> LayerParts:
+    groups = config.values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        refuse(where, "`config_groups` with at least one group", groups)
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise NotImplementedError(f"{where}: expected dense weights, got sparsity format {sparsity}")
-    found: list[tuple[list[str], LayerParts | NotImplementedError]] = []
-    for title, group in groups.items():
-        field = f"config_groups.{title}"
-        if isinstance(group, (list, tuple)):
-            if title not in _PRESETS:
-                refuse(where, f"`{field}` to name a preset ({', '.join(_PRESETS)})", title)
-            group = {**_PRESETS[title], "targets": list(group)}
-        if not isinstance(group, Mapping):
-            refuse(where, f"`{field}` to be a mapping", group)
-        targets = group.get("targets")
-        if not isinstance(targets, (list, tuple)) or not all(isinstance(target, str) for target in targets):
-            refuse(where, f"`{field}.targets` to be a list of names", targets)
-        weights, activations = group.get("weights"), group.get("input_activations")
+        config.refuse("config_groups", "with at least one group")
+    sparsity = config.fields("sparsity_config")
+    sparsity_format = "dense" if sparsity is None else sparsity.text("format", "dense")
+    if sparsity_format != "dense":
+        got = f"sparsity format {shown(sparsity_format)}"
+        raise NotImplementedError(f"{config.where}: expected dense weights, got {got}")
+    outer_format = config.text("format", "none")
+    found = []
+    for title in groups:
+        group = _group(config, title)
+        targets = group.names("targets")
+        if targets is None:
+            group.refuse("targets", "to be a list of names")
+        weights, activations = group.fields("weights"), group.fields("input_activations")
         if weights is None:  # a group of other modules may have activations alone (attention); linear layers may not
             if activations is not None and any(target == "Linear" or matches(target, name) for target in targets):
-                refuse(where, f"`{field}.weights` beside `input_activations`", "none")
+                refuse(config.where, f"`{group.path_of('weights')}` beside `input_activations`", "none")
             continue
+        parts: LayerParts | NotImplementedError
+        inner_format = group.text("format", outer_format)
         try:
-            weight = read_weight_args(where, f"{field}.weights", weights)
-            activation = read_input_args(where, f"{field}.input_activations", activations, weight)
-            found.append((list(targets), LayerParts(weight, activation)))
+            weight = read_weight_args(config.where, weights.path, weights.values)
+            inputs = activations and activations.values
+            parts = LayerParts(
+                weight, read_input_args(config.where, group.path_of("input_activations"), inputs, weight)
+            )
         except NotImplementedError as error:
-            title_of_format = group.get("format") or config.get("format") or "none"
-            found.append((list(targets), NotImplementedError(f"{error} in format {title_of_format}")))
-    parts = _targeted(name, found, quantized)
+            parts = NotImplementedError(f"{error} in format {shown(inner_format)}")
+        found.append((targets, parts))
+    _check_targets(config.where, found)
+    decided = _targeted(name, found, quantized)
     others = [parts for _, parts in found if isinstance(parts, NotImplementedError)]
-    if isinstance(parts, NotImplementedError) or (others and len(others) == len(found)):
+    if isinstance(decided, NotImplementedError) or (others and len(others) == len(found)):
         # A checkpoint without any FP8 is refused whichever layer is asked for; in a mixed one, its other layers are.
-        raise others[0] if not isinstance(parts, NotImplementedError) else parts
-    return parts or LayerParts(None, None, "no target of `config_groups` means it")
+        raise others[0] if not isinstance(decided, NotImplementedError) else decided
+    return decided or LayerParts(None, None, "no target of `config_groups` means it")
+
+
+def _group(config: Fields, title: str) -> Fields:
+    """A group of ``config_groups``; one that is a list of targets alone is the preset of its title."""
+    field = f"config_groups.{title}"
+    group = config.values["config_groups"][title]
+    if not isinstance(group, (list, tuple)):
+        return Fields(config.where, field, group)
+    if title not in _PRESETS:
+        refuse(config.where, f"`{field}` to name a preset ({', '.join(_PRESETS)})", shown(title))
+    return Fields(config.where, field, {**_PRESETS[title], "targets": group})
+
+
+def _check_targets(where: str, groups: list[tuple[list[str], LayerParts | NotImplementedError]]) -> None:
+    """No target stands in two groups that differ: neither could be preferred."""
+    seen: dict[str, LayerParts | NotImplementedError] = {}
+    for targets, parts in groups:
+        for target in targets:
+            both_refused = all(isinstance(one, NotImplementedError) for one in (parts, seen.get(target)))
+            if seen.setdefault(target, parts) != parts and not both_refused:
+                words = f"`config_groups` with the target `{shown(target)}` in one group"
+                refuse(where, words, "two groups that differ")
 
 
 def _targeted(

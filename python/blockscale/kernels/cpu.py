@@ -16,7 +16,7 @@ from ..activations import fp8_w8a8_block_scaled_mm_cpu
 from ..checks import FLOAT_DTYPES, dtype_name, refuse
 from ..diagnostics import isa_info
 from ..ops import has_op
-from .base import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig
+from .base import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig, rows_of
 from .layer_params import PREPARED, WEIGHT, layer_label, prepared, read_layer, replace_parameter
 from .quant_keys import GroupShape
 
@@ -60,6 +60,7 @@ class _CPUKernel(Fp8BlockScaledMMLinearKernel):
             return  # the engine reads this weight itself (MLA's kv_b_proj)
         weight = getattr(layer, WEIGHT, None)
         if weight is not None and weight.dtype == torch.uint8:
+            _packed_block_size(layer)
             _check_packed(layer, weight)
             return
         loaded = read_layer(layer, self.weight_group_shape, self.config.weight_shape)
@@ -83,6 +84,7 @@ class _CPUKernel(Fp8BlockScaledMMLinearKernel):
         weight = getattr(layer, WEIGHT, None)
         if weight is None or weight.dtype != torch.uint8:
             return
+        _packed_block_size(layer)
         name, shape, dtype = layer.blockscale_stored_scales
         blank = torch.full(shape, torch.nan, device=weight.device)
         if dtype == torch.uint8:  # e8m0 codes: 255 is NaN
@@ -94,7 +96,7 @@ class _CPUKernel(Fp8BlockScaledMMLinearKernel):
         """Weight, scales, their block size and whether the weight is packed."""
         weight, scales = prepared(layer)
         if weight.dtype == torch.uint8:
-            return weight, scales, layer.blockscale_block_size, True
+            return weight, scales, _packed_block_size(layer), True
         loaded = read_layer(layer, self.weight_group_shape, self.config.weight_shape)
         return loaded.weight, loaded.scales, loaded.block_size, False
 
@@ -142,7 +144,7 @@ class CPUFp8W8A8BlockScaledMMKernel(_CPUKernel):
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         weight, scales, block_size, packed = self._operands(layer)
-        A, As = self.quant_fp8(x.reshape(-1, x.shape[-1]))
+        A, As = self.quant_fp8(rows_of(layer, x))
         # The bias goes in before the one rounding.
         out = fp8_w8a8_block_scaled_mm_cpu(A, weight, As, scales, block_size, bias, self._out_dtype(x), packed)
         return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -157,6 +159,14 @@ class CPUFp8W8A8BlockScaledMMKernel(_CPUKernel):
 def _sample(packed: Tensor) -> Tensor:
     flat = packed.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
+
+
+def _packed_block_size(layer: Any) -> tuple[int, int]:
+    """Block size of a layer whose uint8 weight this module has packed; other bytes are no weight."""
+    block_size = getattr(layer, "blockscale_block_size", None)
+    if block_size is None:
+        refuse(layer_label(layer), f"`{WEIGHT}` of dtype float8_e4m3fn", "uint8 that no kernel has packed")
+    return block_size
 
 
 def _check_packed(layer: nn.Module, packed: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checks import dtype_name, refuse
-from .base import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig
+from .base import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig, build_platform, rows_of
 from .layer_params import PREPARED, WEIGHT, layer_label, prepared, read_layer, replace_parameter
 from .quant_keys import GroupShape, QuantFP8
 
@@ -39,8 +39,8 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):
     def is_supported(cls, compute_capability: int | tuple[int, int] | None = None) -> tuple[bool, str | None]:
         if not hasattr(torch, "_scaled_mm"):
             return False, f"torch {torch.__version__} has no torch._scaled_mm"
-        if _build_platform() in ("rocm", "xpu"):
-            return _probe(_build_platform())
+        if build_platform() in ("rocm", "xpu"):
+            return _probe(build_platform())
         if compute_capability is None:
             if not torch.cuda.is_available():
                 return False, "no CUDA device, and no compute capability is given"
@@ -64,13 +64,13 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):
             return False, f"weight blocks of 128 x 128 with activation groups of 1 x 128 only, not {group}"
         if config.out_dtype not in (None, torch.bfloat16, torch.float16):
             return False, f"output of dtype bfloat16 or float16 only, not {dtype_name(config.out_dtype)}"
-        if (config.platform or _build_platform()) in ("rocm", "xpu"):
-            return _probe(config.platform or _build_platform())
+        if (config.platform or build_platform()) in ("rocm", "xpu"):
+            return _probe(config.platform or build_platform())
         return True, None
 
     def _make_quant(self, config: FP8ScaledMMLinearLayerConfig) -> QuantFP8:
         quant = super()._make_quant(config)
-        quant.column_major_scales = (config.platform or _build_platform()) != "xpu"
+        quant.column_major_scales = (config.platform or build_platform()) != "xpu"
         return quant
 
     def get_output_padding(self) -> int | None:
@@ -99,12 +99,12 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         weight, scales = prepared(layer)
         N, K = layer.blockscale_features
-        if x.shape[-1] != K:
+        if x.dim() == 0 or x.shape[-1] != K:
             refuse(layer_label(layer), f"`x` of shape [..., K] with K = {K}", list(x.shape))
-        rows = x.reshape(-1, K)
+        rows = rows_of(layer, x)
         out_dtype = self._out_dtype(x)
-        if rows.shape[0] == 0:
-            return x.new_empty([*x.shape[:-1], N], dtype=out_dtype)
+        if rows.numel() == 0 or N == 0:
+            return self._bias_alone(x, N, bias)
         if weight.shape[1] != K:
             rows = torch.nn.functional.pad(rows, (0, weight.shape[1] - K))
         A, As = self.quant_fp8(rows)
@@ -127,18 +127,12 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):
         return out[:M] if missing else out
 
 
-def _build_platform() -> str:
-    if torch.version.hip is not None:
-        return "rocm"
-    return "xpu" if torch.version.xpu is not None else "cuda"
-
-
 @cache
 def _probe(platform: str) -> tuple[bool, str | None]:
     """Whether torch multiplies blocks on this ROCm or XPU device: asked by doing it, once."""
     device = "cuda" if platform == "rocm" else "xpu"
     available = torch.cuda.is_available() if platform == "rocm" else torch.xpu.is_available()
-    if not available or platform != _build_platform():
+    if not available or platform != build_platform():
         return False, f"torch {torch.__version__} sees no {platform} device to ask for block scales"
     codes = torch.zeros(_ALIGN_K, _ALIGN_K, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     grid = torch.ones(4, 4, device=device)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-__all__ = ["FUSED_SHARDS", "is_kept_by_default", "matches", "matching_entry", "shard_names"]
+__all__ = ["FUSED_SHARDS", "entry_error", "is_kept_by_default", "matches", "matching_entry", "shard_names"]
 
 # Parts that wrap a text model's own modules; leading ones say nothing about which module is meant.
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "base_model", "module", "thinker"})
@@ -66,6 +66,19 @@ def matches(entry: str, name: str) -> bool:
     # Absolute names start where the model does; a bare one may mean a part at any depth.
     absolute = len(wanted) < len(entry.split(".")) or any(part.isdigit() for part in wanted)
     return not absolute and any(_run_at(parts, wanted, start) for start in range(1, len(parts)))
+
+
+def entry_error(entry: str) -> str | None:
+    """Why ``entry`` can't be compared with any name, or None.
+
+    >>> entry_error("re:("), entry_error("lm_head")
+    ('missing ), unterminated subpattern at position 0', None)
+    """
+    try:
+        matches(entry, "layer")
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return None
 
 
 def matching_entry(entries: Iterable[str], name: str) -> str | None:

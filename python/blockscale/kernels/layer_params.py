@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_scale_dtype, dtype_name, refuse, scale_grid
+from .fields import is_integer, parse_block_size
 from .quant_keys import GroupShape
 
 __all__ = [
@@ -133,8 +134,8 @@ def read_layer(layer: nn.Module, group: GroupShape, weight_shape: tuple[int, int
     weight = _codes(where, layer, group, weight_shape)
     name = scale_name_of(layer)
     N, K = weight.shape
-    widths = [int(width) for width in getattr(layer, "logical_widths", None) or [N]]
-    if sum(widths) != N:
+    widths = list(getattr(layer, "logical_widths", None) or [N])
+    if not all(is_integer(width) and width >= 0 for width in widths) or sum(widths) != N:
         refuse(where, f"`logical_widths` that add up to N = {N}", widths)
     scales, block_size = _grid(
         where, name, getattr(layer, name), (N, K), group, widths, getattr(layer, "scale_grid_per_shard", None)
@@ -165,8 +166,16 @@ def fuse_shard_scales(
             [2.],
             [3.]]), (64, 128))
     """
-    block_n, block_k = block_size
+    where = "fuse_shard_scales"
+    block_n, block_k = parse_block_size(where, "block_size", tuple(block_size))
+    if not all(is_integer(width) and width >= 0 for width in widths) or len(widths) != len(scales):
+        refuse(where, f"`widths` of {len(scales)} shards", list(widths))
     columns = (K + block_k - 1) // block_k
+    for shard, width in zip(scales, widths, strict=True):
+        grid = scale_grid((width, K), (block_n, block_k))
+        if shard.numel() != 1 and list(shard.shape) != grid:
+            words = f"scales of a shard of {width} rows to be one number or of shape {grid}"
+            refuse(where, words, list(shard.shape))
     starts = [0, *accumulate(widths)]
     fine_n = math.gcd(block_n, *starts[:-1])
     parts = []
@@ -269,8 +278,9 @@ def _check_written(where: str, name: str, weight: Tensor, scales: Tensor, block_
         at = wrong.nonzero()[0].tolist()
         refuse(where, f"{words}, finite and not negative", f"{scales[tuple(at)].item():g} at {at}")
     if bool((scales == 0).any()):  # right for a block of zeros only
-        zero = (scales == 0).repeat_interleave(block_size[0], 0)[: weight.shape[0]]
-        zero = zero.repeat_interleave(block_size[1], 1)[:, : weight.shape[1]]
+        height, width = map(min, block_size, weight.shape)  # a block may be far larger than its weight
+        zero = (scales == 0).repeat_interleave(height, 0)[: weight.shape[0]]
+        zero = zero.repeat_interleave(width, 1)[:, : weight.shape[1]]
         wrong = zero & ((weight.view(torch.uint8) & 0x7F) != 0)
         if wrong.any():
             row, column = wrong.nonzero()[0].tolist()

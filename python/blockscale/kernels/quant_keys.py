@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..checks import dtype_name, refuse
 from ..ops import has_op
+from .arguments import check_torch_dtype
+from .fields import LARGEST_SIDE, is_integer, shown
 
 __all__ = ["GroupShape", "QuantFP8", "QuantKey", "ScaleDesc", "quantize_groups"]
 
@@ -80,6 +82,13 @@ class ScaleDesc:
     static: bool
     group_shape: GroupShape
 
+    def __post_init__(self) -> None:
+        check_torch_dtype("ScaleDesc", "dtype", self.dtype)
+        sides = self.group_shape
+        pair = isinstance(sides, tuple) and len(sides) == 2
+        if not pair or not all(is_integer(side) and (side == -1 or 0 < side <= LARGEST_SIDE) for side in sides):
+            refuse("ScaleDesc", "`group_shape` of two sides, each positive or -1 for the whole side", shown(sides))
+
 
 @dataclass(frozen=True)
 class QuantKey:
@@ -88,6 +97,11 @@ class QuantKey:
     dtype: torch.dtype
     scale: ScaleDesc
     symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        check_torch_dtype("QuantKey", "dtype", self.dtype)
+        if not isinstance(self.scale, ScaleDesc):
+            refuse("QuantKey", "`scale` to be a ScaleDesc", shown(self.scale))
 
     def __str__(self) -> str:
         kind = "static" if self.scale.static else "dynamic"

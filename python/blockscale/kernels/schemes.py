@@ -7,7 +7,6 @@ the activations. :mod:`blockscale.kernels.configurations` reads the parts from a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from ..checks import refuse
+from .fields import LARGEST_SIDE, Fields, is_integer, parse_block_size, shown
 from .quant_keys import GroupShape, QuantKey, ScaleDesc
 
 __all__ = [
@@ -23,14 +23,18 @@ __all__ = [
     "InputQuant",
     "WeightQuant",
     "capability_number",
+    "check_backend",
     "get_scheme_from_parts",
-    "parse_block_size",
     "read_input_args",
     "read_weight_args",
 ]
 
 PLATFORMS = ("cpu", "xpu", "cuda", "rocm")
 LINEAR_BACKENDS = ("auto", "cpu", "xpu", "xpu_woq", "torch")
+
+# Dtypes in which checkpoints store scales: numbers, and codes of powers of two.
+_FLOAT_SCALES = ("float32", "bfloat16", "float16")
+_E8M0_SCALES = ("float8_e8m0fnu", "uint8")
 
 # Least capability whose tensor cores multiply FP8: Ada (8.9), CDNA 3 (9.4).
 _FP8_CAPABILITY = {"cuda": 89, "rocm": 94}
@@ -42,6 +46,14 @@ class WeightQuant:
 
     strategy: str
     block_size: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("block", "channel", "tensor"):
+            refuse("WeightQuant", "`strategy` block, channel or tensor", shown(self.strategy))
+        if self.strategy == "block":
+            parse_block_size("WeightQuant", "block_size", self.block_size)
+        elif self.block_size is not None:
+            refuse("WeightQuant", f"no `block_size` beside `strategy` {self.strategy}", shown(self.block_size))
 
     def key(self, scale_dtype: torch.dtype = torch.float32) -> QuantKey:
         """The key of such a weight, [N, K]."""
@@ -67,6 +79,15 @@ class InputQuant:
     static: bool = False
     ue8m0: bool = False
     bounded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("group", "token", "tensor"):
+            refuse("InputQuant", "`strategy` group, token or tensor", shown(self.strategy))
+        if self.strategy == "group":
+            if not (is_integer(self.group_size) and 0 < self.group_size <= LARGEST_SIDE):
+                refuse("InputQuant", "`group_size` positive", shown(self.group_size))
+        elif self.group_size is not None:
+            refuse("InputQuant", f"no `group_size` beside `strategy` {self.strategy}", shown(self.group_size))
 
     def __str__(self) -> str:
         if self.static:
@@ -120,13 +141,18 @@ def get_scheme_from_parts(
     """
     where = "get_scheme_from_parts"
     if platform not in PLATFORMS:
-        refuse(where, f"`platform` {', '.join(PLATFORMS)}", platform)
-    if linear_backend not in LINEAR_BACKENDS:
-        refuse(where, f"`linear_backend` {', '.join(LINEAR_BACKENDS)}", linear_backend)
+        refuse(where, f"`platform` {', '.join(PLATFORMS)}", shown(platform))
+    check_backend(where, linear_backend)
     capability = capability_number(where, capability)
     if isinstance(weight_quant, Mapping):
         weight_quant = read_weight_args(where, "weight_quant", weight_quant)
+    if not (weight_quant is None or isinstance(weight_quant, WeightQuant)):
+        refuse(where, "`weight_quant` to be a WeightQuant, a mapping or None", shown(weight_quant))
+    if not (input_quant is None or isinstance(input_quant, (InputQuant, Mapping))):
+        refuse(where, "`input_quant` to be an InputQuant, a mapping or None", shown(input_quant))
     if weight_quant is None:
+        if input_quant is not None:
+            refuse(where, "`weight_quant` beside `input_quant`", "none")
         return "unquantized"
     if isinstance(input_quant, Mapping):
         input_quant = read_input_args(where, "input_quant", input_quant, weight_quant)
@@ -145,40 +171,37 @@ def get_scheme_from_parts(
     return w8a8 if capability is None or capability >= _FP8_CAPABILITY[platform] else w8a16
 
 
+def check_backend(where: str, linear_backend: str) -> None:
+    """``linear_backend`` is one of those that exist."""
+    if linear_backend not in LINEAR_BACKENDS:
+        refuse(where, f"`linear_backend` {', '.join(LINEAR_BACKENDS)}", shown(linear_backend))
+
+
 def capability_number(where: str, capability: int | tuple[int, int] | None) -> int | None:
     """(9, 0) or 90 -> 90."""
-    if capability is None or (isinstance(capability, int) and not isinstance(capability, bool)):
-        return capability
-    if isinstance(capability, tuple) and len(capability) == 2 and all(isinstance(n, int) for n in capability):
-        return 10 * capability[0] + capability[1]
-    refuse(where, "`capability` (major, minor), 10 · major + minor, or None", capability)
+    if capability is None:
+        return None
+    pair = isinstance(capability, tuple) and len(capability) == 2
+    numbers: tuple[int, ...] = capability if pair else (0, capability)
+    if not all(is_integer(number) and number >= 0 for number in numbers):
+        refuse(where, "`capability` (major, minor), 10 · major + minor, or None", shown(capability))
+    return 10 * int(numbers[0]) + int(numbers[1])
 
 
-def parse_block_size(where: str, field: str, value: object) -> tuple[int, int]:
-    """A pair of positive integers from a list or from a text like "128x128".
-
-    >>> parse_block_size("config", "block_structure", "128x128")
-    (128, 128)
-    """
-    sizes: Any = value
-    if isinstance(value, str):
-        sizes = [int(size) for size in re.findall(r"\d+", value)] if re.fullmatch(r"[\d\s,x×\[\]()]+", value) else None
-    if (
-        not isinstance(sizes, (list, tuple))
-        or len(sizes) != 2
-        or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
-    ):
-        refuse(where, f"`{field}` of two positive integers [block_n, block_k]", value)
-    return sizes[0], sizes[1]
-
-
-def _refuse_format(where: str, field: str, args: Mapping[str, Any]) -> None:
+def _refuse_format(args: Fields) -> None:
     """Only 8-bit floats without zero points are FP8; anything else is refused by its name."""
-    kind, bits = args.get("type", "int"), args.get("num_bits", 8)
+    where, kind, bits = args.where, args.text("type", "int"), args.integer("num_bits", 8)
     if (kind, bits) != ("float", 8):
-        raise NotImplementedError(f"{where}: expected FP8 (`{field}` of type float, 8 bits), got {kind}{bits}")
-    if args.get("symmetric") is False:
-        raise NotImplementedError(f"{where}: expected symmetric `{field}`, got zero points (asymmetric FP8)")
+        raise NotImplementedError(f"{where}: expected FP8 (`{args.path}` of type float, 8 bits), got {kind}{bits}")
+    if args.flag("symmetric") is False:
+        raise NotImplementedError(f"{where}: expected symmetric `{args.path}`, got zero points (asymmetric FP8)")
+
+
+def _scales_are_powers_of_two(args: Fields) -> bool:
+    dtype = args.text("scale_dtype", "float32").removeprefix("torch.")
+    if dtype not in (*_FLOAT_SCALES, *_E8M0_SCALES):
+        args.refuse("scale_dtype", ", ".join((*_FLOAT_SCALES, *_E8M0_SCALES)))
+    return dtype in _E8M0_SCALES
 
 
 def read_weight_args(where: str, field: str, args: Mapping[str, Any]) -> WeightQuant:
@@ -186,31 +209,35 @@ def read_weight_args(where: str, field: str, args: Mapping[str, Any]) -> WeightQ
 
     Raises:
         NotImplementedError: another format than FP8.
-        ValueError: the arguments contradict each other.
+        ValueError: the arguments contradict each other, or one has a wrong type.
 
     >>> read_weight_args("x", "weights", {"type": "float", "num_bits": 8, "block_structure": "128x128"})
     WeightQuant(strategy='block', block_size=(128, 128))
     """
-    _refuse_format(where, field, args)
-    if args.get("dynamic"):
-        refuse(where, f"`{field}.dynamic` false: weights are stored quantised", args["dynamic"])
-    strategy, structure, group_size = args.get("strategy"), args.get("block_structure"), args.get("group_size")
+    fields = Fields(where, field, args)
+    _refuse_format(fields)
+    _scales_are_powers_of_two(fields)  # the stored dtype is the loader's business, what is no dtype of scales is not
+    if fields.flag("dynamic", "local"):
+        fields.refuse("dynamic", "false: weights are stored quantised")
+    strategy, group_size = fields.text("strategy"), fields.integer("group_size")
     if strategy not in (None, "block", "channel", "tensor", "group"):
-        refuse(where, f"`{field}.strategy` block, channel, tensor or group", strategy)
-    if structure is not None:
-        if strategy not in (None, "block"):
-            refuse(where, f"`{field}.strategy` block beside `block_structure` {structure}", strategy)
-        return WeightQuant("block", parse_block_size(where, f"{field}.block_structure", structure))
-    if strategy == "block":
-        return WeightQuant("block", (128, 128))  # every published block checkpoint has these
+        fields.refuse("strategy", "block, channel, tensor or group")
+    block_size = fields.block_size("block_structure")
+    if block_size is not None and strategy not in (None, "block"):
+        fields.refuse("strategy", f"block beside `block_structure` {list(block_size)}")
+    if block_size is not None or strategy == "block":
+        block_size = block_size or (128, 128)  # every published block checkpoint has these
+        if group_size not in (None, -1, block_size[1]):
+            fields.refuse("group_size", f"null or {block_size[1]} beside blocks of {list(block_size)}")
+        return WeightQuant("block", block_size)
     if group_size not in (None, -1):
         if strategy not in (None, "group"):
-            refuse(where, f"`{field}.strategy` group beside `group_size` {group_size}", strategy)
-        if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size <= 0:
-            refuse(where, f"`{field}.group_size` positive", group_size)
+            fields.refuse("strategy", f"group beside `group_size` {group_size}")
+        if group_size <= 0:
+            fields.refuse("group_size", "positive")
         return WeightQuant("block", (1, group_size))
     if strategy == "group":
-        refuse(where, f"`{field}.group_size` positive beside strategy group", group_size)
+        fields.refuse("group_size", "positive beside strategy group")
     return WeightQuant(strategy or ("channel" if group_size == -1 else "tensor"))
 
 
@@ -219,27 +246,32 @@ def read_input_args(where: str, field: str, args: Mapping[str, Any] | None, weig
 
     Raises:
         NotImplementedError: another format than FP8.
-        ValueError: the arguments contradict each other.
+        ValueError: the arguments contradict each other, or one has a wrong type.
     """
     if args is None:
         return None
-    _refuse_format(where, field, args)
-    strategy, group_size, dynamic = args.get("strategy"), args.get("group_size"), args.get("dynamic", False)
+    fields = Fields(where, field, args)
+    _refuse_format(fields)
+    ue8m0 = _scales_are_powers_of_two(fields)
+    strategy, group_size, dynamic = (
+        fields.text("strategy"),
+        fields.integer("group_size"),
+        fields.flag("dynamic", "local"),
+    )
     if strategy is None:
         strategy = "tensor" if group_size is None else "token" if group_size == -1 else "group"
     if strategy not in ("tensor", "token", "group"):
-        refuse(where, f"`{field}.strategy` tensor, token or group", strategy)
+        fields.refuse("strategy", "tensor, token or group")
     if strategy != "group" and group_size not in (None, -1):
-        refuse(where, f"`{field}.strategy` group beside `group_size` {group_size}", strategy)
+        fields.refuse("strategy", f"group beside `group_size` {group_size}")
     if not dynamic:
         if strategy != "tensor":
-            refuse(where, f"`{field}.dynamic` true beside strategy {strategy}: only one number can be stored", dynamic)
+            fields.refuse("dynamic", f"true beside strategy {strategy}: only one number can be stored")
         return InputQuant("tensor", static=True)
     if strategy != "group":
         return InputQuant("token")  # a scale per token serves where one for the tensor is asked: it is finer
     if group_size is None:
         group_size = weight.block_size[1] if weight.block_size else 128
-    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size <= 0:
-        refuse(where, f"`{field}.group_size` positive", group_size)
-    ue8m0 = "e8m0" in str(args.get("scale_dtype"))
+    if group_size <= 0:
+        fields.refuse("group_size", "positive")
     return InputQuant("group", group_size, ue8m0=ue8m0)

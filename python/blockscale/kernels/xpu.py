@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import dtype_name
-from .base import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig, MMLinearKernel
+from .base import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig, MMLinearKernel, rows_of
 from .layer_params import PREPARED, WEIGHT, layer_label, prepared, read_layer, replace_parameter
 from .quant_keys import GroupShape
 
@@ -77,7 +77,7 @@ class XPUFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         if x.numel() == 0:  # the op divides by the number of tokens
-            return x.new_zeros([*x.shape[:-1], prepared(layer)[0].shape[0]], dtype=self._out_dtype(x))
+            return self._bias_alone(x, prepared(layer)[0].shape[0], bias)
         return super().apply_weights(layer, x, bias, **kwargs)
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ class XPUW8A16FP8LinearKernel(MMLinearKernel):
         weight, scales = prepared(layer)
         shape = [*x.shape[:-1], weight.shape[1]]
         if x.numel() == 0:
-            return x.new_zeros(shape, dtype=self._out_dtype(x))
-        out = torch.ops._xpu_C.fp8_gemm_w8a16(x.reshape(-1, x.shape[-1]).contiguous(), weight, scales, bias)
+            return self._bias_alone(x, weight.shape[1], bias)
+        out = torch.ops._xpu_C.fp8_gemm_w8a16(rows_of(layer, x).contiguous(), weight, scales, bias)
         return out.to(self._out_dtype(x)).reshape(shape)
 
 

@@ -282,6 +282,33 @@ def test_compiles_with_a_dynamic_number_of_rows():
         assert torch.equal(compiled(layer, x), kernel.apply_weights(layer, x))
 
 
+@pytest.mark.parametrize("cls", [CPUFp8BlockScaledMMKernel, CPUFp8W8A8BlockScaledMMKernel])
+@pytest.mark.parametrize("N, K, lead", [(40, 0, (2, 3)), (40, 0, (0,)), (40, 0, ()), (0, 70, (2, 3)), (40, 70, (2, 0))])
+def test_sides_of_no_length(cls, N, K, lead):
+    kernel, layer = cls(config((32, 32), (N, K), (1, 32))), block_layer(N, K, (32, 32))
+    kernel.process_weights_after_loading(layer)
+    bias = torch.randn(N, generator=generator("bias"))
+    y = kernel.apply_weights(layer, torch.ones(*lead, K, dtype=BF16), bias)
+    assert torch.equal(y, bias.to(BF16).expand(*lead, N))
+
+
+@pytest.mark.parametrize("cls", [CPUFp8BlockScaledMMKernel, CPUFp8W8A8BlockScaledMMKernel])
+def test_bytes_that_no_kernel_has_packed_are_no_weight(cls):
+    kernel, layer = cls(config((32, 32), (40, 70), (1, 32))), block_layer(40, 70, (32, 32))
+    layer.weight = frozen(layer.weight.detach().view(U8))
+    for call in (
+        lambda: kernel.process_weights_after_loading(layer),
+        lambda: kernel.restore_weights_before_loading(layer),
+        lambda: kernel.apply_weights(layer, inputs(3, 70)),
+    ):
+        with pytest.raises(ValueError, match=r"expected `weight` of dtype float8_e4m3fn, got uint8 that no kernel has"):
+            call()
+    with pytest.raises(ValueError, match=r"expected .* of shape \[..., K\], got \[\]"):
+        layer = block_layer(40, 70, (32, 32))
+        kernel.process_weights_after_loading(layer)
+        kernel.apply_weights(layer, torch.ones(()))
+
+
 REFUSED = [
     (CPUFp8BlockScaledMMKernel, config(dtype=torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
     (CPUFp8BlockScaledMMKernel, config(dtype=torch.float8_e5m2), "float8_e5m2"),

@@ -111,6 +111,16 @@ def test_no_rows(contract):
     assert not contract.calls
 
 
+@pytest.mark.parametrize("N, K", [(48, 0), (0, 256)])
+def test_sides_of_no_length(contract, N, K):
+    kernel, layer, *_ = prepared(N, K)
+    bias = torch.randn(N, generator=generator("bias")).to(BF16)
+    y = kernel.apply_weights(layer, torch.ones(2, 3, K, dtype=BF16), bias)
+    assert torch.equal(y, bias.expand(2, 3, N))
+    with pytest.raises(ValueError, match=r"expected `x` of shape .* got \[\]"):
+        kernel.apply_weights(layer, torch.ones(()))
+
+
 @pytest.mark.parametrize("scale", [F32, BF16, E8M0], ids=str)
 def test_stored_scales_are_widened(contract, scale):
     exponents = torch.randint(-9, -2, (2, 3), generator=generator("cuda scales"))
@@ -243,7 +253,7 @@ def test_the_probe_asks_torch(answer, monkeypatch):
             raise ValueError("Invalid scaling configuration.\nmore")
 
     module._probe.cache_clear()
-    monkeypatch.setattr(module, "_build_platform", lambda: "xpu")
+    monkeypatch.setattr(module, "build_platform", lambda: "xpu")
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm_there)
     real = {name: getattr(torch, name) for name in ("zeros", "ones")}

@@ -167,6 +167,43 @@ def test_a_zero_scale_is_right_only_over_zeros():
         read_layer(layer, BLOCK, None)
 
 
+@pytest.mark.parametrize("group", [GroupShape(2**62, 2**62), GroupShape(2**62, 128), GroupShape(128, 2**62)], ids=str)
+def test_a_zero_scale_of_a_block_far_larger_than_its_weight(group):
+    """The zeros were spread over the whole block."""
+    zero = torch.zeros(grid_shape(3, 5, group))
+    assert read_layer(make_layer(torch.zeros(3, 5).to(FP8), zero), group, (3, 5)).block_size == group
+    with pytest.raises(ValueError, match=r"above zero where the weight is not zero, got 0 at \[0, 0\]"):
+        read_layer(make_layer(torch.ones(3, 5).to(FP8), zero), group, (3, 5))
+
+
+@pytest.mark.parametrize("widths", [[208, -8], [100.0, 100], ["100", "100"], [True, 199], [None, 200]], ids=str)
+def test_widths_of_shards_that_are_none(widths):
+    layer = make_layer(codes(200, 300), torch.ones(2, 3), logical_widths=widths)
+    with pytest.raises(ValueError, match=r"expected `logical_widths` that add up to N = 200, got \["):
+        read_layer(layer, BLOCK, (200, 300))
+
+
+@pytest.mark.parametrize(
+    "shapes, widths, block_size, words",
+    [
+        ([(2, 1), (1, 1)], [192], (128, 128), "`widths` of 2 shards, got [192]"),
+        ([(2, 1)], [-192], (128, 128), "`widths` of 1 shards, got [-192]"),
+        (
+            [(2, 1)],
+            [192],
+            (0, 128),
+            "`block_size` of two positive integers [block_n, block_k] below 2^63, got (0, 128)",
+        ),
+        ([(2, 1)], [192], (128,), "`block_size` of two positive integers"),
+        ([(3, 1)], [192], (128, 128), "scales of a shard of 192 rows to be one number or of shape [2, 1], got [3, 1]"),
+    ],
+)
+def test_shards_that_do_not_fuse(shapes, widths, block_size, words):
+    with pytest.raises(ValueError) as error:
+        fuse_shard_scales([torch.ones(shape) for shape in shapes], widths, 128, block_size)
+    assert str(error.value).startswith("fuse_shard_scales: expected ") and words in str(error.value)
+
+
 @pytest.mark.parametrize("rows, columns", [(20, 48), (21, 47), (22, 48), (48, 21), (1, 1)])
 def test_grids_that_fit_no_rule(rows, columns):
     layer = make_layer(codes(2624, 6144), torch.ones(rows, columns), logical_widths=[2048, 576])

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 from blockscale.kernels import get_scheme_from_parts
+from blockscale.kernels.fields import parse_block_size
 from blockscale.kernels.schemes import (
     LINEAR_BACKENDS,
     PLATFORMS,
     InputQuant,
     WeightQuant,
-    parse_block_size,
     read_input_args,
     read_weight_args,
 )
@@ -152,6 +152,8 @@ INPUTS = [
     ({"strategy": "group", "dynamic": True}, CHANNEL, "group128"),
     ({"group_size": 32, "dynamic": True, "scale_dtype": "torch.float8_e8m0fnu"}, BLOCK, "group32"),
     ({"group_size": 128, "dynamic": True, "scale_dtype": "torch.float8_e8m0fnu"}, BLOCK, "group128_ue8m0"),
+    ({"group_size": 128, "dynamic": True, "scale_dtype": "torch.uint8"}, BLOCK, "group128_ue8m0"),
+    ({"group_size": 128, "dynamic": True, "scale_dtype": "torch.bfloat16"}, BLOCK, "group128"),
     ({"strategy": "token", "dynamic": True}, CHANNEL, "token"),
     ({"strategy": "token", "dynamic": True}, BLOCK, "token"),
     ({"strategy": "tensor", "dynamic": True}, TENSOR, "token"),

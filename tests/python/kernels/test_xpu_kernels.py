@@ -143,6 +143,15 @@ def test_weight_only(N, K, group, dtype, transposed):
     assert kernel.apply_weights(layer, x[:0], bias).shape == (0, 3, N)
 
 
+@pytest.mark.parametrize("kind", ["block", "channel"])
+def test_no_columns_leave_the_bias(kind):
+    layer = block_layer(64, 0) if kind == "block" else make_layer(codes(64, 0), torch.ones(64, 1), "weight_scale")
+    kernel = Block(xpu_config(64, 0)) if kind == "block" else Woq(config((-1, 1), (64, 0), platform="xpu"))
+    kernel.process_weights_after_loading(layer)
+    bias = torch.randn(64, generator=generator("bias")).to(BF16)
+    assert torch.equal(kernel.apply_weights(layer, torch.ones(3, 0, dtype=BF16), bias), bias.expand(3, 64))
+
+
 def test_weight_only_expands_scalars_of_shards():
     layer = make_layer(codes(48, 70), torch.tensor([1.0, 1 / 64, 1 / 4096]), logical_widths=[16, 16, 16])
     kernel = Woq(config((-1, -1), (48, 70), platform="xpu"))
