@@ -12,6 +12,8 @@ TORCH_PIP_ARGS ?=
 CAPS := scalar avx2 avx512 avx512_vbmi none
 # Sanitizers of csrc-tests-sanitized; SANITIZE=thread is worth a run after a change of the driver.
 SANITIZE ?= address,undefined
+# The default's build folder is the one that test-amx uses.
+SANITIZED := $(if $(filter $(SANITIZE),address$(,)undefined),sanitized,$(subst $(,),-,$(SANITIZE)))
 JOBS := $(shell nproc)
 
 VENV := .venv
@@ -22,8 +24,10 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # cmake and ninja are found by name: those of .venv come first.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-key = $(shell { $(1); } 2>/dev/null | sha256sum | cut -c1-16)
-TOOLS_KEY := $(call key,cat constraints.txt; pwd; $(PYTHON) -VV; echo $(TORCH_PIP_ARGS))
+hash = { $(1); } 2>/dev/null | sha256sum | cut -c1-16
+key = $(shell $(hash))
+TOOLS_WORDS := cat constraints.txt; pwd; $(PYTHON) -VV; echo $(TORCH_PIP_ARGS)
+TOOLS_KEY := $(call key,$(TOOLS_WORDS))
 BUILD_FILES := csrc CMakeLists.txt setup.py pyproject.toml
 BUILD_KEY := $(call key,find $(BUILD_FILES) -type f | LC_ALL=C sort | xargs sha256sum; echo $(TOOLS_KEY))
 
@@ -70,7 +74,8 @@ $(TOOLS):
 	@$(INSTALL) $(TORCH_PIP_ARGS) torch==$(TORCH)
 	@echo "Installing build tools ..."
 	@$(INSTALL) numpy safetensors tqdm cmake ninja setuptools wheel
-	@mkdir -p $(@D) && touch $@
+	@# Under the key of a next run, too, which sees a Python that this run had to install.
+	@mkdir -p $(@D) && touch $@ $(@D)/tools-$$($(call hash,$(TOOLS_WORDS)))
 
 # torch.compile's own C++ code includes Python.h.
 INCLUDE_PATH := import sysconfig; print(sysconfig.get_path("include"))
@@ -99,7 +104,7 @@ build: $(BUILT)
 demo: build $(DEMO_TOOLS)
 	@$(BIN)/python demo/demo.py
 
-GTEST = $(call system,echo '\#include <gtest/gtest.h>' | g++ -E -x c++ - && ls /usr/lib/*/libgtest.a,libgtest-dev)
+GTEST = $(call system,g++ -E -x c++ -include gtest/gtest.h /dev/null && ls /usr/lib*/* | grep libgtest,libgtest-dev)
 
 # $(call ctest,FOLDER,CMAKE ARGUMENTS)
 define ctest
@@ -116,7 +121,7 @@ csrc-tests: $(TOOLS)
 csrc-tests-sanitized: $(TOOLS)
 	$(GTEST)
 	@mkdir -p build && echo "== C++ tests with -fsanitize=$(SANITIZE)"
-	$(call ctest,csrc-tests-$(subst $(,),-,$(SANITIZE)),-DBLOCKSCALE_SANITIZE=$(SANITIZE))
+	$(call ctest,csrc-tests-$(SANITIZED),-DBLOCKSCALE_SANITIZE=$(SANITIZE))
 
 python-tests: build $(TEST_TOOLS)
 	@echo "== Python tests (those marked isa: make isa-tests)"

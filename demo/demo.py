@@ -32,7 +32,7 @@ PERPLEXITY_LIMIT = 0.07
 # Same weights, fp32 activations, two libraries: only the order of fp32 sums differs.
 SAME_WEIGHTS_LIMIT = 1e-5
 
-FULL_SPEED = speed.Plan(rounds=7, decode_steps=8, prefill_tokens=256)
+FULL_SPEED = speed.Plan(rounds=5, decode_steps=8, prefill_tokens=256)
 SCALAR_SPEED = speed.Plan(rounds=1, decode_steps=4, prefill_tokens=16)
 
 
@@ -47,7 +47,7 @@ def show_machine() -> str:
     print(f"  {report.cpu_name()}, {report.usable_cores()} cores usable, {torch.get_num_threads()} torch threads")
     print(f"  blockscale {blockscale.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
     load = os.getloadavg()[0]
-    if load > 1:
+    if load > report.usable_cores():
         note(f"Other programs are busy (load average {load:.1f}): the times below include waiting for them.")
     cap = f", capped at {info['max_isa']} by BLOCKSCALE_MAX_ISA" if info["max_isa"] else ""
     print(f"  active instruction set: {info['active']}{cap}")
@@ -104,7 +104,7 @@ def show_perplexity(networks: dict, tokenizer, scalar: bool, gates: report.Gates
     if scalar:
         note(
             "The scalar kernels are slow, most of all with fp32 activations, whose products are fused in software: the "
-            f"text is cut after 2,000 tokens, and fp32 activations see {ours.tokens} of them, compared over the same ones."
+            f"text is cut after 2,000 tokens, and fp32 activations see {ours.tokens} of them, judged on the same."
         )
     growth = {v: score.perplexity() / fp32.perplexity(len(score.windows)) - 1 for v, score in scores.items()}
     rows = [
@@ -135,7 +135,7 @@ def show_answers(networks: dict, tokenizer, gates: report.Gates) -> None:
         print(f"  {variant.name:<36} {text}")
     first, second, gap, step = evaluate.first_choice(networks[models.DEQUANTISED], tokenizer)
     note(
-        f"The first word is a close call: {first!r} leads {second!r} by {gap:.2f} (dequantised weights in fp32), while a "
+        f"The first word is a close call: {first!r} leads {second!r} by {gap:.2f} (dequantised weights in fp32), and a "
         f"bf16 logit of that size moves in steps of {step:.3f}. So the checks are made with fp32 activations."
     )
     (ours, text), judge = answers[models.FP8_FP32], answers[models.DEQUANTISED][0]
@@ -177,8 +177,8 @@ def show_speed(networks: dict, layer_names: list[str], tokenizer, active: str) -
     ratio = bf16["decode_linear"] / ours["decode_linear"], bf16["prefill_linear"] / ours["prefill_linear"]
     note(
         f'"in linear" is the time inside the {len(layer_names)} layers that FP8 replaces, measured in separate passes. '
-        f"A 135M model is bound by overhead: with FP8, {share:.0f} % of a decoded token's time is outside these layers "
-        "(Python, attention, the output layer), so tokens/s say little about them. Inside them, FP8 with bf16 "
+        "A 135M model is bound by overhead (Python, attention, the output layer), so tokens/s say little about these "
+        f"layers: with FP8, {share:.0f} % of a decoded token's time is outside them. Inside them, FP8 with bf16 "
         f"activations runs at {ratio[0]:.2f}x the speed of torch bf16 in decode and at {ratio[1]:.2f}x in prefill."
     )
     if isa_info()["max_isa"]:
@@ -187,7 +187,7 @@ def show_speed(networks: dict, layer_names: list[str], tokenizer, active: str) -
             "allows."
         )
     if plan is SCALAR_SPEED:
-        note("The scalar kernels are slow: one round, and a short prompt.")
+        note("The scalar kernels are slow, so they, not the overhead, set the pace here: one round, a short prompt.")
 
 
 def show_calls(active: str, gates: report.Gates) -> None:
