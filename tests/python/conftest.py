@@ -6,22 +6,14 @@ The fixture `isa` names the instruction set this process runs, and ends the ids:
 
 from __future__ import annotations
 
-import json
-
 import blockscale  # noqa: F401  registers torch.ops.blockscale
 import pytest
 import torch
-from isa_worker import IsaWorker
+from isa_worker import IsaWorker, isa_table
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "isa: depends on the instruction set; run once per BLOCKSCALE_MAX_ISA")
-
-
-def isa_table() -> dict:
-    """isa_info of this process, the list keyed by name."""
-    info = json.loads(torch.ops.blockscale.isa_info())
-    return {**info, "isas": {row["name"]: row for row in info["isas"]}}
 
 
 @pytest.hookimpl(trylast=True)

@@ -19,6 +19,12 @@ import sys
 import torch
 
 
+def isa_table() -> dict:
+    """isa_info of this process, the list keyed by name."""
+    info = json.loads(torch.ops.blockscale.isa_info())
+    return {**info, "isas": {row["name"]: row for row in info["isas"]}}
+
+
 def send(stream, value) -> None:
     buffer = io.BytesIO()
     torch.save(value, buffer)

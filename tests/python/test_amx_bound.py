@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import isa_table
+from isa_worker import isa_table
 
 pytestmark = pytest.mark.isa
 
