@@ -61,10 +61,11 @@ class Yardstick:
         self.library = ctypes.CDLL(path)
         self.N, self.K = codes.shape
         self.scales, self.threads = scales, threads
-        packed = torch.empty(codes.shape, dtype=torch.uint8)
-        source, target = (ctypes.c_void_p(t.data_ptr()) for t in (codes, packed))
-        self.library.proto_pack(source, self.N, self.K, target)
-        self.weights = [packed.clone() for _ in range(copies)]
+        # Its bytes replace ours in tensors of ours: both libraries then read memory with the same pages.
+        self.weights = [blockscale.convert_weight_packed(codes) for _ in range(copies)]
+        for weight in self.weights:
+            source, target = (ctypes.c_void_p(t.data_ptr()) for t in (codes, weight))
+            self.library.proto_pack(source, self.N, self.K, target)
 
     def __call__(self, x: torch.Tensor, copy: int) -> torch.Tensor:
         out = torch.empty(x.shape[0], self.N, dtype=torch.bfloat16)
@@ -143,10 +144,9 @@ def main() -> None:
     else:
         codes, scales = weight
         copies = max(2, ROTATED_BYTES // (args.N * args.K))
-        packed = blockscale.convert_weight_packed(codes)
         dense = blockscale.dequantize_weight_block_fp8(codes, scales, list(BLOCK), torch.bfloat16)
         peers = {
-            "packed": [packed.clone() for _ in range(copies)],
+            "packed": [blockscale.convert_weight_packed(codes) for _ in range(copies)],  # on huge pages, as in a layer
             "dense": [dense.clone() for _ in range(max(2, copies // 2))],
         }
         if args.yardstick:
