@@ -14,6 +14,7 @@ from .activations import fp8_w8a8_block_scaled_mm_cpu, per_token_group_quant_fp8
 from .checkpoint import inspect_checkpoint, load_checkpoint, quantize_checkpoint
 from .diagnostics import isa_info, selftest
 from .linear import BlockScaledLinear
+from .logs import log_to_stderr as _log_to_stderr
 from .ops import (  # `linear` the function takes the name of the module it came after
     convert_weight_packed,
     dequantize_weight_block_fp8,
@@ -22,6 +23,8 @@ from .ops import (  # `linear` the function takes the name of the module it came
     quantize_weight_block_fp8,
     unpack_weight,
 )
+
+_log_to_stderr()
 
 __version__ = "0.1.0"
 
