@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import activations, ops, reference
 from .checks import dtype_name, scale_grid
 
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -101,6 +101,29 @@ def check_quantize() -> str:
     return "" if same else "dequantised codes differ from the reference"
 
 
+def check_activation_codes() -> str:
+    """All 256 codes as activations, bit-exact: a row of A for each, beside zeros."""
+    codes = torch.zeros(256, 4, dtype=torch.uint8)
+    codes[torch.arange(256), torch.arange(256) % 4] = torch.arange(256, dtype=torch.uint8)
+    A, B = codes.view(torch.float8_e4m3fn), torch.full((5, 4), 0.5).to(torch.float8_e4m3fn)
+    As, Bs = 2.0 ** (torch.arange(256)[:, None] % 5), torch.full((1, 1), 0.25)
+    got = activations.fp8_w8a8_block_scaled_mm_cpu(
+        A, ops.convert_weight_packed(B), As, Bs, (5, 4), out_dtype=torch.float32
+    )
+    want = (reference.decode_e4m3(A) * As).sum(1, keepdim=True).expand(-1, 5) / 8
+    wrong = ~((got.double() == want) | (got.isnan() & want.isnan()))
+    return "" if not wrong.any() else f"{int(wrong.any(1).sum())} of 256 codes decode to another value"
+
+
+def check_activation_quantize() -> str:
+    """Activation groups against the quantiser's reference with blocks of one row, bit-exact."""
+    x = torch.randn(7, 203, generator=torch.Generator().manual_seed(3)) * torch.logspace(-6, 3, 203)
+    codes, scales = activations.per_token_group_quant_fp8(x, 64)
+    want_codes, want_scales = reference.quantize(x, (1, 64))
+    same = torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8)) and torch.equal(scales, want_scales)
+    return "" if same else "codes or scales differ from the reference"
+
+
 def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     """Name of each check and the check: a call that returns what is wrong, or an empty string."""
     for dtype in X_DTYPES:
@@ -112,6 +135,8 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
             yield f"error bound, {name}, {shape}", partial(check_bound, dtype, M, N, K, block)
         yield f"batch invariance, {name}", partial(check_invariance, dtype)
     yield "quantise, pack and back", check_quantize
+    yield "256 codes, activations", check_activation_codes
+    yield "quantise activations", check_activation_quantize
 
 
 def run(isa: str) -> list[dict[str, Any]]:

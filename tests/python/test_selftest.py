@@ -33,6 +33,7 @@ def tables() -> dict[str, bytes]:
         "nibbles": bytes(value >> 8 for value in small)
         + bytes((v & 0xFF) ^ (i << 4 & 0xFF) for i, v in enumerate(small)),
         "floats": b"".join((value << 16).to_bytes(4, "little") for value in bits),
+        "words": b"".join(value.to_bytes(2, "little") for value in bits),
     }
 
 
@@ -46,6 +47,7 @@ def occurrences(data: bytes, table: bytes) -> list[int]:
 
 def copy_package(folder: Path, flips: list[int]) -> Path:
     """A copy of the package whose library has the lowest bit flipped at the offsets `flips`."""
+    folder.mkdir(exist_ok=True)
     shutil.copytree(PACKAGE, folder / "blockscale", ignore=shutil.ignore_patterns("__pycache__"))
     library = folder / "blockscale" / "_C.so"
     data = bytearray(library.read_bytes())
@@ -102,9 +104,20 @@ def test_a_flipped_table_byte_fails(table, reader, tmp_path):
         assert any(name.startswith("256 codes") and name.endswith(f"M={M}") for name in failed), failed
 
 
+@pytest.mark.parametrize("table,position", [("floats", 4 * 0x35 + 2), ("words", 2 * 0x35)])
+def test_every_copy_of_a_baseline_table_is_read(table, position, tmp_path):
+    """The scalar kernel, the decoder of activations and the dequantiser: each copy alone is missed by none."""
+    found = occurrences((PACKAGE / "_C.so").read_bytes(), tables()[table])
+    assert found
+    for offset in found:
+        folder = copy_package(tmp_path / hex(offset), [offset + position])
+        done = run_python(folder, "-m", "blockscale.isa_checks", BLOCKSCALE_MAX_ISA="scalar")
+        assert not all(check["ok"] for check in json.loads(done.stdout)), hex(offset)
+
+
 def test_the_command_fails_on_a_flipped_byte(tmp_path):
     found = occurrences((PACKAGE / "_C.so").read_bytes(), tables()["floats"])
-    folder = copy_package(tmp_path, [found[0] + 2])  # code 0x00 becomes 2^-126
+    folder = copy_package(tmp_path, [offset + 2 for offset in found])  # code 0x00 becomes 2^-126
     done = run_python(folder, "-m", "blockscale", "selftest", "--json", BLOCKSCALE_MAX_ISA="scalar")
     assert done.returncode == 1 and json.loads(done.stdout)["ok"] is False
 
