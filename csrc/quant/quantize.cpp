@@ -53,17 +53,6 @@ __attribute__((noinline)) bool quantize_block(const Weight& weight, int64_t n0, 
   return true;
 }
 
-struct DecodeTable {
-  uint16_t bf16[256];
-};
-
-constexpr DecodeTable decode_table() {
-  DecodeTable table{};
-  for (int code = 0; code < 256; ++code) table.bf16[code] = e4m3_bf16_bits(static_cast<uint8_t>(code));
-  return table;
-}
-constexpr DecodeTable kDecode = decode_table();
-
 // The fp32 number next to `product` toward zero, its last bit set if anything was cut off. That bit keeps a following
 // rounding to 16 bits (8 or 11 significant of fp32's 24) from mistaking a value beside a tie for the tie.
 inline float round_to_odd(double product) {
@@ -83,7 +72,7 @@ __attribute__((noinline)) void dequantize_row(const uint8_t* codes, int64_t stri
   int64_t left = block_k;  // columns of the current block still to come
   for (int64_t k = 0; k < K; k += kChunk) {
     const int64_t count = std::min(kChunk, K - k);
-    for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(kDecode.bf16[codes[(k + i) * stride_k]]);
+    for (int64_t i = 0; i < count; ++i) values[i] = Fp8E4m3::to_float(codes[(k + i) * stride_k]);
     for (int64_t i = 0; i < count;) {
       if (left == 0) {
         scale += scale_stride;

@@ -33,7 +33,6 @@ def tables() -> dict[str, bytes]:
         "nibbles": bytes(value >> 8 for value in small)
         + bytes((v & 0xFF) ^ (i << 4 & 0xFF) for i, v in enumerate(small)),
         "floats": b"".join((value << 16).to_bytes(4, "little") for value in bits),
-        "words": b"".join(value.to_bytes(2, "little") for value in bits),
     }
 
 
@@ -104,13 +103,12 @@ def test_a_flipped_table_byte_fails(table, reader, tmp_path):
         assert any(name.startswith("256 codes") and name.endswith(f"M={M}") for name in failed), failed
 
 
-@pytest.mark.parametrize("table,position", [("floats", 4 * 0x35 + 2), ("words", 2 * 0x35)])
-def test_every_copy_of_a_baseline_table_is_read(table, position, tmp_path):
-    """The scalar kernel, the decoder of activations and the dequantiser: each copy alone is missed by none."""
-    found = occurrences((PACKAGE / "_C.so").read_bytes(), tables()[table])
+def test_every_copy_of_the_baseline_table_is_read(tmp_path):
+    """The scalar kernel, the decoder of activations and the dequantiser: a flip in one copy alone is seen."""
+    found = occurrences((PACKAGE / "_C.so").read_bytes(), tables()["floats"])
     assert found
     for offset in found:
-        folder = copy_package(tmp_path / hex(offset), [offset + position])
+        folder = copy_package(tmp_path / hex(offset), [offset + 4 * 0x35 + 2])
         done = run_python(folder, "-m", "blockscale.isa_checks", BLOCKSCALE_MAX_ISA="scalar")
         assert not all(check["ok"] for check in json.loads(done.stdout)), hex(offset)
 
