@@ -9,7 +9,7 @@ Core cycles of one thread, weights in cache:
 
     cycles >= max(16 TDPBF16PS, 8 TILELOADD, 16 TILESTORED, L2 bytes / 48) + decode of B tiles
 
-16, 8 and 16 are the vendor's throughputs and 48 bytes a cycle its sustained L2 rate. Decoding 512 codes to a B tile
+16, 8 and 16 are the vendor's throughputs; 48 bytes a cycle from L2 is an assumption. Decoding 512 codes to a B tile
 takes 40 cycles, measured on Zen 4 (55 when the tile goes to L2), and overlaps with nothing here. A test holds `counts`
 to the emulator's counters.
 

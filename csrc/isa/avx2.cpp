@@ -9,7 +9,7 @@ constexpr KernelTable kernels_avx2 = {
     VecAvx2::kMaxRows,
     /*preferred_rows=*/8,
     /*row_granule=*/1,
-    "8 rows x 4 columns of (even, odd) chains fill 8 of 16 registers and reach 73 % of the FMA peak; 9 rows spill",
+    "8 rows x 4 columns of (even, odd) chains are 8 of 16 registers, beside decoded codes and x; 9 rows spill",
     {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecAvx2, type>,
 #include "formats/formats.inc"
