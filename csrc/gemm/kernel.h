@@ -14,11 +14,12 @@ constexpr int kUnitK = 128;        // longest run of k that is summed before its
 // Scratch of one kernel call, in bytes. The largest part is packed x: 512 KiB leaves half of a 1 MiB L2 to the weight
 // stream.
 constexpr int64_t kPackedXBytes = 512 << 10;
-constexpr int64_t kCarryBytes = 256 << 10;
+constexpr int64_t kTotalsBytes = 256 << 10;
 constexpr int kMaxUnits = 2048;
 constexpr int64_t kUnitBytes = 32;
-constexpr int64_t kStagedBytes = 2 * (kUnitK / 4 + 1) * 64;  // two units of 128 k that start inside a quad
-constexpr int64_t kScratchBytes = kPackedXBytes + kCarryBytes + kMaxUnits * kUnitBytes + kStagedBytes;
+constexpr int64_t kStagedUnitBytes = (kUnitK / 4 + 1) * 64;  // a unit of 128 k that starts inside a quad
+constexpr int64_t kStagedBytes = 4 * kStagedUnitBytes;       // of those that are multiplied side by side
+constexpr int64_t kScratchBytes = kPackedXBytes + kTotalsBytes + kMaxUnits * kUnitBytes + kStagedBytes;
 static_assert(kScratchBytes <= 1 << 20, "a thread's scratch stays within 1 MiB whatever K is");
 
 // out[m, n] = sum_k x[m, k] * decode(weight[n, k]) * scales[n / block_n, k / block_k] * x_scales[m, k / block_k] +

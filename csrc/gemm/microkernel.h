@@ -9,7 +9,8 @@
 //   total = fma(chain, scale * x_scale, total)                   in unit order, from zero; x_scale 1 if x has none
 //   out   = round(total + bias)                                  one rounding to the output type
 //
-// Small row blocks take two units side by side, whose chains are independent.
+// What runs side by side for speed: several strips, which share loads of x, and several units of a strip, whose chains
+// are independent.
 //
 // Instantiated only with `V` in an anonymous namespace, so nothing here becomes a weak symbol.
 #pragma once
@@ -45,11 +46,11 @@ struct StripJob {
   const X* x;  // packed x of this row block
   bool exact_products;
   int64_t strip;
-  int columns;   // 16, or fewer in a ragged last strip
-  int64_t row;   // first row of the block
-  float* carry;  // totals between k chunks
-  bool first;    // totals start at zero
-  bool last;     // write the output, not the carry
+  int columns;    // 16, or fewer in a ragged last strip
+  int64_t row;    // first row of the block
+  float* totals;  // of the block, V::kTotalsPerRow floats a row; in memory, where the chains leave no registers
+  bool first;     // totals start at zero
+  bool last;      // write the output
   uint8_t* staged;
 
   // Scales of the strip: one for all columns, 16 adjacent ones, or one offset per column.
@@ -99,8 +100,8 @@ BLOCKSCALE_INLINE int64_t cut_units(const LinearTask& task, int64_t k_begin, int
 
 // Copies a unit's codes into full 64-byte chunks, the first of which starts at k = origin; columns and k outside the
 // strip and the unit become zero codes.
-inline void stage_codes(const LinearTask& task, int64_t strip, int columns, const Unit& unit, int64_t origin,
-                        uint8_t* staged) {
+__attribute__((noinline)) void stage_codes(const LinearTask& task, int64_t strip, int columns, const Unit& unit,
+                                           int64_t origin, uint8_t* staged) {
   const uint8_t* strip_codes = task.weight + strip * kStripColumns * task.K;
   const int64_t unit_end = unit.k_begin + unit.depth;
   __builtin_memset(staged, 0, static_cast<size_t>((unit_end - origin + 3) / 4) * 64);
@@ -135,9 +136,13 @@ BLOCKSCALE_INLINE const uint8_t* unit_codes(const StripJob<X>& job, const Unit& 
   if (!unit.staged && job.columns == kStripColumns) {
     return job.task->weight + job.strip * kStripColumns * job.task->K + unit.k_begin * kStripColumns;
   }
-  uint8_t* staged = job.staged + slot * (kStagedBytes / 2);
+  uint8_t* staged = job.staged + slot * kStagedUnitBytes;
   stage_codes(*job.task, job.strip, job.columns, unit, unit.k_begin / 4 * 4, staged);
   return staged;
+}
+
+__attribute__((noinline)) void gather_scales(const float* scales, const int64_t* offsets, float* lanes) {
+  for (int c = 0; c < kStripColumns; ++c) lanes[c] = scales[offsets[c]];
 }
 
 template <class V, class X>
@@ -145,7 +150,7 @@ BLOCKSCALE_INLINE typename V::Scale unit_scale(const StripJob<X>& job, const Uni
   const float* scales = job.scales + unit.k_block * job.task->scale_stride_k;
   if (job.uniform) return V::Scale::of_strip(*scales);
   if (job.adjacent) return V::Scale::of_columns(scales);
-  for (int c = 0; c < kStripColumns; ++c) lanes[c] = scales[job.scale_lanes[c]];
+  gather_scales(scales, job.scale_lanes, lanes);
   return V::Scale::of_columns(lanes);
 }
 
@@ -174,79 +179,100 @@ BLOCKSCALE_INLINE void finish_row(const StripJob<X>& job, int m, typename V::Row
   }
 }
 
-// MR rows x one strip x the job's units.
-template <class V, class F, int MR>
-void multiply_strip(const StripJob<typename V::X>& job) {
+// MR rows x NS strips x NU units from unit u on, which are equally long, side by side.
+template <class V, class F, int MR, int NS, int NU>
+BLOCKSCALE_INLINE void multiply_units(const StripJob<typename V::X>* jobs, int u,
+                                      const typename V::template Decoder<F>& decoder) {
   constexpr int kQuadX = MR * V::kXPerQuadRow;
-  const typename V::template Decoder<F> decoder(job.exact_products);
-  typename V::template Totals<MR> totals;
-  if (job.first) {
-    totals.clear();
-  } else {
-    totals.load(job.carry);
+  constexpr int kParts = V::template parts<MR>();
+  const Unit* units = jobs[0].units + u;
+  const uint8_t* codes[NU][NS];
+  const typename V::X* x[NU];
+  BLOCKSCALE_UNROLL
+  for (int i = 0; i < NU; ++i) {
+    BLOCKSCALE_UNROLL
+    for (int s = 0; s < NS; ++s) {
+      codes[i][s] = unit_codes(jobs[s], units[i], i * NS + s);
+    }
+    x[i] = jobs[0].x + static_cast<int64_t>(units[i].x_quad) * kQuadX;
   }
-  alignas(64) float lanes[2][kStripColumns];
-  float rows[2][MR];
-  for (int u = 0; u < job.unit_count;) {
-    const Unit& unit = job.units[u];
-    const uint8_t* codes = unit_codes(job, unit, 0);
-    const typename V::X* x = job.x + static_cast<int64_t>(unit.x_quad) * kQuadX;
-    const typename V::Scale scale = unit_scale<V>(job, unit, lanes[0]);
-    const float* x_scales = row_scales(job, unit, MR, rows[0]);
-    if constexpr (MR <= V::kSideBySideRows) {
-      if (u + 1 < job.unit_count && job.units[u + 1].quads == unit.quads) {
-        const Unit& next = job.units[u + 1];
-        const uint8_t* next_codes = unit_codes(job, next, 1);
-        const typename V::X* next_x = job.x + static_cast<int64_t>(next.x_quad) * kQuadX;
-        const typename V::Scale next_scale = unit_scale<V>(job, next, lanes[1]);
-        const float* next_x_scales = row_scales(job, next, MR, rows[1]);
-        for (int part = 0; part < V::template parts<MR>(); ++part) {
-          typename V::template Chains<MR> chains, next_chains;
-          chains.clear();
-          next_chains.clear();
-          const int64_t offset = part * (64 / V::template parts<MR>());
-#pragma GCC unroll 2
-          for (int q = 0; q < unit.quads; ++q) {
-            if (part == 0) {
-              // Both units' bytes, in stream order: one prefetch for each 64 bytes that this step consumes.
-              __builtin_prefetch(codes + V::template prefetch_bytes<MR>() + 128 * q);
-              __builtin_prefetch(codes + V::template prefetch_bytes<MR>() + 128 * q + 64);
-            }
-            chains.step(decoder, codes + 64 * q + offset, x + q * kQuadX);
-            next_chains.step(decoder, next_codes + 64 * q + offset, next_x + q * kQuadX);
+  const int quads = units[0].quads;
+  for (int part = 0; part < kParts; ++part) {
+    typename V::template Chains<MR, NS> chains[NU];
+    BLOCKSCALE_UNROLL
+    for (int i = 0; i < NU; ++i) chains[i].clear();
+    const int64_t offset = part * (64 / kParts);
+    for (int q = 0; q < quads; ++q) {
+      if (part == 0) {
+        // In stream order, from the first unit's bytes on: one prefetch for each 64 bytes that this step consumes.
+        BLOCKSCALE_UNROLL
+        for (int s = 0; s < NS; ++s) {
+          BLOCKSCALE_UNROLL
+          for (int i = 0; i < NU; ++i) {
+            __builtin_prefetch(codes[0][s] + V::template prefetch_bytes<MR, NS>() + 64 * (NU * q + i));
           }
-          totals.fold(part, chains, scale, x_scales);
-          totals.fold(part, next_chains, next_scale, next_x_scales);
         }
-        u += 2;
+      }
+      BLOCKSCALE_UNROLL
+      for (int i = 0; i < NU; ++i) {
+        const uint8_t* step_codes[NS];
+        BLOCKSCALE_UNROLL
+        for (int s = 0; s < NS; ++s) step_codes[s] = codes[i][s] + 64 * q + offset;
+        chains[i].step(decoder, step_codes, x[i] + q * kQuadX);
+      }
+    }
+    BLOCKSCALE_UNROLL
+    for (int i = 0; i < NU; ++i) {
+      alignas(64) float lanes[kStripColumns];
+      float rows[MR];
+      const float* x_scales = row_scales(jobs[0], units[i], MR, rows);
+      BLOCKSCALE_UNROLL
+      for (int s = 0; s < NS; ++s) {
+        chains[i].fold(s, part, unit_scale<V>(jobs[s], units[i], lanes), x_scales, jobs[s].totals);
+      }
+    }
+  }
+}
+
+// MR rows x NS strips (jobs[0 .. NS-1]) x the jobs' units.
+template <class V, class F, int MR, int NS>
+void multiply_strips(const StripJob<typename V::X>* jobs) {
+  constexpr int kUnits = V::template side_by_side<MR, NS>();
+  const typename V::template Decoder<F> decoder(jobs[0].exact_products);
+  if (jobs[0].first) {
+    for (int s = 0; s < NS; ++s) __builtin_memset(jobs[s].totals, 0, MR * V::kTotalsPerRow * sizeof(float));
+  }
+  const Unit* units = jobs[0].units;
+  const int count = jobs[0].unit_count;
+  for (int u = 0; u < count;) {
+    if constexpr (kUnits > 1) {
+      bool equal = u + kUnits <= count;
+      for (int i = 1; equal && i < kUnits; ++i) equal = units[u + i].quads == units[u].quads;
+      if (equal) {
+        multiply_units<V, F, MR, NS, kUnits>(jobs, u, decoder);
+        u += kUnits;
         continue;
       }
     }
-    for (int part = 0; part < V::template parts<MR>(); ++part) {
-      typename V::template Chains<MR> chains;
-      chains.clear();
-      const int64_t offset = part * (64 / V::template parts<MR>());
-      for (int q = 0; q < unit.quads; ++q) {
-        if (part == 0) __builtin_prefetch(codes + V::template prefetch_bytes<MR>() + 64 * q);
-        chains.step(decoder, codes + 64 * q + offset, x + q * kQuadX);
-      }
-      totals.fold(part, chains, scale, x_scales);
-    }
+    multiply_units<V, F, MR, NS, 1>(jobs, u, decoder);
     ++u;
   }
-  if (!job.last) {
-    totals.store(job.carry);
-    return;
+  if (jobs[0].last) {
+    for (int s = 0; s < NS; ++s) {
+      for (int m = 0; m < MR; ++m) finish_row<V>(jobs[s], m, V::template row<MR>(jobs[s].totals, m));
+    }
   }
-  for (int m = 0; m < MR; ++m) finish_row<V>(job, m, totals.row(m));
 }
 
+// The kernel of `rows` rows: one strip, or V::strips<MR>() of them where `strips` says that so many are there.
 template <class V, class F, int MR>
-BLOCKSCALE_INLINE void multiply_strip_rows(const StripJob<typename V::X>& job, int rows) {
+BLOCKSCALE_INLINE void multiply_rows(const StripJob<typename V::X>* jobs, int strips, int rows) {
   if (rows == MR) {
-    multiply_strip<V, F, MR>(job);
+    constexpr int kStrips = V::template strips<MR>();
+    for (; strips >= kStrips; strips -= kStrips, jobs += kStrips) multiply_strips<V, F, MR, kStrips>(jobs);
+    for (int s = 0; s < strips; ++s) multiply_strips<V, F, MR, 1>(jobs + s);
   } else if constexpr (MR > 1) {
-    multiply_strip_rows<V, F, MR - 1>(job, rows);
+    multiply_rows<V, F, MR - 1>(jobs, strips, rows);
   }
 }
 
@@ -277,62 +303,61 @@ void run_linear(const LinearTask& task) {
   using X = typename V::X;
   constexpr int64_t kXBytes = V::kXPerQuadRow * static_cast<int64_t>(sizeof(X));  // of one quad and row
   X* packed_x = reinterpret_cast<X*>(task.scratch);
-  float* carry = reinterpret_cast<float*>(task.scratch + kPackedXBytes);
-  Unit* units = reinterpret_cast<Unit*>(task.scratch + kPackedXBytes + kCarryBytes);
-  StripJob<X> job{};
-  job.task = &task;
-  job.units = units;
-  job.staged = task.scratch + kPackedXBytes + kCarryBytes + kMaxUnits * kUnitBytes;
+  float* totals = reinterpret_cast<float*>(task.scratch + kPackedXBytes);
+  Unit* units = reinterpret_cast<Unit*>(task.scratch + kPackedXBytes + kTotalsBytes);
+  StripJob<X> jobs[V::kMaxStrips]{};
 
   const int64_t block_rows = task.rows_per_block;
+  int unit_count = 0;
   int64_t quads = 0;
-  int64_t k_end = cut_units(task, 0, block_rows * kXBytes, TouchedQuads(), units, &job.unit_count, &quads);
-  if (k_end == task.K) {
-    job.first = job.last = true;
-    const int64_t block_bytes = quads * block_rows * kXBytes;
-    const int64_t chunk_blocks = block_bytes < kRowChunkBytes && block_bytes > 0 ? kRowChunkBytes / block_bytes : 1;
-    const int64_t chunk_rows = chunk_blocks * block_rows;
-    for (int64_t chunk = task.row_begin; chunk < task.row_end; chunk += chunk_rows) {
-      const int64_t chunk_end = chunk + chunk_rows < task.row_end ? chunk + chunk_rows : task.row_end;
-      job.exact_products = true;
-      for (int64_t row = chunk; row < chunk_end; row += block_rows) {
-        const int rows = static_cast<int>(chunk_end - row < block_rows ? chunk_end - row : block_rows);
-        job.exact_products &=
-            V::pack_x(task, row, rows, units, job.unit_count, packed_x + (row - chunk) * quads * V::kXPerQuadRow);
-      }
-      for (int64_t strip = task.strip_begin; strip < task.strip_end; ++strip) {
-        enter_strip(task, strip, &job);
-        for (int64_t row = chunk; row < chunk_end; row += block_rows) {
-          job.row = row;
-          job.x = packed_x + (row - chunk) * quads * V::kXPerQuadRow;
-          multiply_strip_rows<V, F, V::kMaxRows>(
-              job, static_cast<int>(chunk_end - row < block_rows ? chunk_end - row : block_rows));
-        }
-      }
-    }
-    return;
-  }
-
-  // Packed x of one row block exceeds the scratch: K goes in chunks, with the totals of a group of strips carried over.
-  const int64_t carry_floats = block_rows * V::kTotalsPerRow;
-  const int64_t group_strips = kCarryBytes / 4 / carry_floats;
-  job.x = packed_x;
-  for (int64_t row = task.row_begin; row < task.row_end; row += block_rows) {
-    const int rows = static_cast<int>(task.row_end - row < block_rows ? task.row_end - row : block_rows);
-    job.row = row;
+  int64_t k_end = cut_units(task, 0, block_rows * kXBytes, TouchedQuads(), units, &unit_count, &quads);
+  // Several row blocks whose packed x fits L2 walk each strip while it is there. If one block's exceeds the scratch, K
+  // goes in chunks instead, with the totals of a group of strips kept.
+  const bool whole = k_end == task.K;
+  const int64_t block_bytes = quads * block_rows * kXBytes;
+  const int64_t chunk_blocks =
+      whole && block_bytes > 0 && block_bytes < kRowChunkBytes ? kRowChunkBytes / block_bytes : 1;
+  const int64_t chunk_rows = chunk_blocks * block_rows;
+  const int64_t block_totals = block_rows * V::kTotalsPerRow;
+  const int64_t group_strips = whole ? task.strip_end - task.strip_begin : kTotalsBytes / 4 / block_totals;
+  for (int64_t chunk = task.row_begin; chunk < task.row_end; chunk += chunk_rows) {
+    const int64_t chunk_end = chunk + chunk_rows < task.row_end ? chunk + chunk_rows : task.row_end;
     for (int64_t group = task.strip_begin; group < task.strip_end; group += group_strips) {
       const int64_t group_end = group + group_strips < task.strip_end ? group + group_strips : task.strip_end;
-      for (int64_t k = 0; k < task.K; k = k_end) {
-        k_end = cut_units(task, k, block_rows * kXBytes, TouchedQuads(), units, &job.unit_count, &quads);
-        job.first = k == 0;
-        job.last = k_end == task.K;
-        job.exact_products = V::pack_x(task, row, rows, units, job.unit_count, packed_x);
-        for (int64_t strip = group; strip < group_end; ++strip) {
-          enter_strip(task, strip, &job);
-          job.carry = carry + (strip - group) * carry_floats;
-          multiply_strip_rows<V, F, V::kMaxRows>(job, rows);
+      int64_t k = 0;
+      do {
+        if (!whole) k_end = cut_units(task, k, block_rows * kXBytes, TouchedQuads(), units, &unit_count, &quads);
+        bool exact_products = true;
+        for (int64_t row = chunk; row < chunk_end; row += block_rows) {
+          const int rows = static_cast<int>(chunk_end - row < block_rows ? chunk_end - row : block_rows);
+          exact_products &=
+              V::pack_x(task, row, rows, units, unit_count, packed_x + (row - chunk) * quads * V::kXPerQuadRow);
         }
-      }
+        for (int64_t strip = group; strip < group_end; strip += V::kMaxStrips) {
+          const int strips = static_cast<int>(group_end - strip < V::kMaxStrips ? group_end - strip : V::kMaxStrips);
+          for (int s = 0; s < strips; ++s) {
+            StripJob<X>& job = jobs[s];
+            job.task = &task;
+            job.units = units;
+            job.unit_count = unit_count;
+            job.exact_products = exact_products;
+            job.first = k == 0;
+            job.last = k_end == task.K;
+            job.staged = task.scratch + kPackedXBytes + kTotalsBytes + kMaxUnits * kUnitBytes;
+            job.totals = totals + (whole ? s : strip - group + s) * block_totals;
+            enter_strip(task, strip + s, &job);
+          }
+          for (int64_t row = chunk; row < chunk_end; row += block_rows) {
+            for (int s = 0; s < strips; ++s) {
+              jobs[s].row = row;
+              jobs[s].x = packed_x + (row - chunk) * quads * V::kXPerQuadRow;
+            }
+            multiply_rows<V, F, V::kMaxRows>(
+                jobs, strips, static_cast<int>(chunk_end - row < block_rows ? chunk_end - row : block_rows));
+          }
+        }
+        k = k_end;
+      } while (k < task.K);
     }
   }
 }

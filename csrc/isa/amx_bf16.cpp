@@ -173,7 +173,7 @@ void multiply_strips(const StripJob<uint8_t>* jobs, int rows) {
   alignas(64) float c[4 * kTileBytes / 4];
   alignas(64) float lanes[kStripColumns];
   for (int s = 0; s < Strips; ++s) {
-    if (jobs[s].first) __builtin_memset(jobs[s].carry, 0, static_cast<size_t>(rows) * 64);
+    if (jobs[s].first) __builtin_memset(jobs[s].totals, 0, static_cast<size_t>(rows) * 64);
   }
   for (int u = 0; u < jobs[0].unit_count; ++u) {
     const Unit& unit = jobs[0].units[u];
@@ -201,7 +201,7 @@ void multiply_strips(const StripJob<uint8_t>* jobs, int rows) {
           const int first = (tile + r) * kTileRows;
           for (int s = 0; s < Strips; ++s) {
             fold_tile(c + (2 * r + s) * 256, scales[s], x_scales ? x_scales + first : nullptr,
-                      rows - first < kTileRows ? rows - first : kTileRows, jobs[s].carry + 16 * first);
+                      rows - first < kTileRows ? rows - first : kTileRows, jobs[s].totals + 16 * first);
           }
         }
       }
@@ -210,12 +210,12 @@ void multiply_strips(const StripJob<uint8_t>* jobs, int rows) {
       multiply_one<Strips>(a + tile * tiles * kTileBytes, decoded, tiles, c);
       for (int s = 0; s < Strips; ++s) {
         fold_tile(c + s * 256, scales[s], x_scales ? x_scales + tile * kTileRows : nullptr, rows - tile * kTileRows,
-                  jobs[s].carry + 16 * tile * kTileRows);
+                  jobs[s].totals + 16 * tile * kTileRows);
       }
     }
   }
   for (int s = 0; s < Strips && jobs[s].last; ++s) {
-    for (int m = 0; m < rows; ++m) finish_row<RowsAvx512>(jobs[s], m, _mm512_load_ps(jobs[s].carry + 16 * m));
+    for (int m = 0; m < rows; ++m) finish_row<RowsAvx512>(jobs[s], m, _mm512_load_ps(jobs[s].totals + 16 * m));
   }
 }
 
@@ -230,14 +230,14 @@ BLOCKSCALE_INLINE void multiply_group(const StripJob<uint8_t>* jobs, int strips,
 template <class F>
 void run_tiles(const LinearTask& task) {
   uint8_t* packed_x = task.scratch;
-  float* carry = reinterpret_cast<float*>(task.scratch + kPackedXBytes);
-  Unit* units = reinterpret_cast<Unit*>(task.scratch + kPackedXBytes + kCarryBytes);
+  float* totals = reinterpret_cast<float*>(task.scratch + kPackedXBytes);
+  Unit* units = reinterpret_cast<Unit*>(task.scratch + kPackedXBytes + kTotalsBytes);
   StripJob<uint8_t> jobs[kStrips]{};
 
   const int64_t block_rows = task.rows_per_block;
   const int64_t padded_rows = (block_rows + kTileRows - 1) / kTileRows * kTileRows;
   const int width = block_rows <= kTileRows ? kStrips : 2;
-  const int64_t group_strips = kCarryBytes / (padded_rows * 64) / width * width;
+  const int64_t group_strips = kTotalsBytes / (padded_rows * 64) / width * width;
   const TileConfig config(static_cast<int>(block_rows < kTileRows ? block_rows : kTileRows));
   publish(&config);
   _tile_loadconfig(&config);
@@ -267,8 +267,8 @@ void run_tiles(const LinearTask& task) {
             job.row = row;
             job.first = k == 0;
             job.last = k_end == task.K;
-            job.staged = task.scratch + kPackedXBytes + kCarryBytes + kMaxUnits * kUnitBytes;
-            job.carry = carry + (whole ? s : strip - group + s) * padded_rows * 16;
+            job.staged = task.scratch + kPackedXBytes + kTotalsBytes + kMaxUnits * kUnitBytes;
+            job.totals = totals + (whole ? s : strip - group + s) * padded_rows * 16;
             enter_strip(task, strip + s, &job);
           }
           multiply_group<F>(jobs, strips, rows);

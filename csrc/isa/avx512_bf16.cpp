@@ -8,66 +8,77 @@ namespace {
 struct VecAvx512Bf16 : RowsAvx512 {
   using X = uint32_t;  // two bf16 of adjacent k
   static constexpr int kXPerQuadRow = 2;
-  // Up to 16 rows in one pass: reading the strip once beats the spilled totals. 12 rows fill the registers exactly:
-  // 12 chains, 12 totals, 4 tables, 2 decoded of 32.
-  static constexpr int kMaxRows = 16;
-  static constexpr int kSideBySideRows = 8;
+  static constexpr int kMaxRows = 12;
+  static constexpr int kMaxStrips = 4;
   static constexpr int kTotalsPerRow = 16;
+  // VDPBF16PS can start twice a cycle and so can loads, so each x broadcast must meet more than one strip. On Zen 5, of
+  // the peak at 8 rows: 0.72 with one strip, 0.91 with two. With 3 or 4 rows, four strips: 36.7 GB/s of codes from DRAM
+  // at 4 rows, 33 with two strips, 32 with one. With 1 or 2 rows one strip: a single stream of codes is read fastest
+  // (41 GB/s at 1 row, 35 with four streams).
+  template <int MR>
+  static constexpr int strips() {
+    return MR <= 2 ? 1 : MR <= 4 ? 4 : 2;
+  }
+  // Units of one strip side by side are the independent chains that one strip of few rows lacks.
+  template <int MR, int NS>
+  static constexpr int side_by_side() {
+    return NS == 1 && MR <= 8 ? 2 : 1;
+  }
   template <int MR>
   static constexpr int parts() {
     return 1;
   }
-  template <int MR>
+  // In each of the strips' streams. M = 1, one strip: 29, 34, 40, 41, 37 GB/s with 2, 4, 6, 8, 16 KiB; several streams
+  // share L1 and do best with 8 KiB in all.
+  template <int, int NS>
   static constexpr int prefetch_bytes() {
-    return MR == 1 ? 8192 : MR <= 8 ? 6144 : 2048;
+    return 8192 / NS;
   }
 
   template <class F>
   using Decoder = TableDecoder<F>;
 
-  template <int MR>
+  template <int MR, int NS>
   struct Chains {
-    __m512 chain[MR];
+    __m512 chain[NS][MR];
     BLOCKSCALE_INLINE void clear() {
       BLOCKSCALE_UNROLL
-      for (int m = 0; m < MR; ++m) chain[m] = _mm512_setzero_ps();
+      for (int s = 0; s < NS; ++s) {
+        BLOCKSCALE_UNROLL
+        for (int m = 0; m < MR; ++m) chain[s][m] = _mm512_setzero_ps();
+      }
     }
     template <class D>
-    BLOCKSCALE_INLINE void step(const D& decoder, const uint8_t* codes, const uint32_t* x) {
-      __m512i pair[2];
-      decoder.decode(codes, &pair[0], &pair[1]);
+    BLOCKSCALE_INLINE void step(const D& decoder, const uint8_t* const (&codes)[NS], const uint32_t* x) {
+      __m512i pair[NS][2];
+      BLOCKSCALE_UNROLL
+      for (int s = 0; s < NS; ++s) decoder.decode(codes[s], &pair[s][0], &pair[s][1]);
       BLOCKSCALE_UNROLL
       for (int p = 0; p < 2; ++p) {
         BLOCKSCALE_UNROLL
         for (int m = 0; m < MR; ++m) {
-          chain[m] = _mm512_dpbf16_ps(chain[m], reinterpret_cast<__m512bh>(pair[p]),
-                                      reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(x[p * MR + m]))));
+          const __m512i xk = _mm512_set1_epi32(static_cast<int>(x[p * MR + m]));
+          BLOCKSCALE_UNROLL
+          for (int s = 0; s < NS; ++s) {
+            chain[s][m] =
+                _mm512_dpbf16_ps(chain[s][m], reinterpret_cast<__m512bh>(pair[s][p]), reinterpret_cast<__m512bh>(xk));
+          }
         }
+      }
+    }
+    BLOCKSCALE_INLINE void fold(int s, int, const Scale& scale, const float* x_scales, float* totals) const {
+      BLOCKSCALE_UNROLL
+      for (int m = 0; m < MR; ++m) {
+        float* total = totals + 16 * m;
+        _mm512_store_ps(total, _mm512_fmadd_ps(chain[s][m], scale.of_row(x_scales, m), _mm512_load_ps(total)));
       }
     }
   };
 
   template <int MR>
-  struct Totals {
-    __m512 total[MR];
-    BLOCKSCALE_INLINE void clear() {
-      BLOCKSCALE_UNROLL
-      for (int m = 0; m < MR; ++m) total[m] = _mm512_setzero_ps();
-    }
-    BLOCKSCALE_INLINE void load(const float* carry) {
-      BLOCKSCALE_UNROLL
-      for (int m = 0; m < MR; ++m) total[m] = _mm512_loadu_ps(carry + 16 * m);
-    }
-    BLOCKSCALE_INLINE void store(float* carry) const {
-      BLOCKSCALE_UNROLL
-      for (int m = 0; m < MR; ++m) _mm512_storeu_ps(carry + 16 * m, total[m]);
-    }
-    BLOCKSCALE_INLINE void fold(int, const Chains<MR>& chains, const Scale& scale, const float* x_scales) {
-      BLOCKSCALE_UNROLL
-      for (int m = 0; m < MR; ++m) total[m] = _mm512_fmadd_ps(chains.chain[m], scale.of_row(x_scales, m), total[m]);
-    }
-    BLOCKSCALE_INLINE Row row(int m) const { return total[m]; }
-  };
+  BLOCKSCALE_INLINE static Row row(const float* totals, int m) {
+    return _mm512_load_ps(totals + 16 * m);
+  }
 
   // bf16 pairs of one row block, [quad][pair][row]; k outside a unit is zero in that unit's chunks.
   static bool pack_x(const LinearTask& task, int64_t row, int rows, const Unit* units, int unit_count,
@@ -75,15 +86,16 @@ struct VecAvx512Bf16 : RowsAvx512 {
     for (int u = 0; u < unit_count; ++u) {
       const Unit& unit = units[u];
       uint32_t* out = packed + static_cast<int64_t>(unit.x_quad) * rows * kXPerQuadRow;
-      for (int m = 0; m < rows; ++m) {
-        uint16_t values[kUnitK + 8] = {};
-        __builtin_memcpy(values + unit.k_begin % 4,
-                         static_cast<const uint16_t*>(task.x) + (row + m) * task.x_stride + unit.k_begin,
-                         static_cast<size_t>(unit.depth) * 2);
-        for (int pair = 0; pair < 2 * unit.quads; ++pair) {
-          __builtin_memcpy(&out[static_cast<int64_t>(pair) * rows + m], values + 2 * pair, 4);
-        }
-      }
+      const uint16_t* in = static_cast<const uint16_t*>(task.x) + row * task.x_stride + unit.k_begin;
+      const int lead = static_cast<int>(unit.k_begin % 4);
+      pack_rows(out, rows, 2 * unit.quads, [&](int m, int pair) {
+        // 32 values from k = 2 * pair - lead of the unit on, zero before its first and after its last.
+        const int k = 2 * pair - lead;
+        const int left = unit.depth - k;
+        __mmask32 present = left >= 32 ? ~0u : (1u << left) - 1;
+        if (k < 0) present &= ~0u << -k;
+        return _mm512_maskz_loadu_epi16(present, in + m * task.x_stride + k);
+      });
     }
     return true;
   }
@@ -95,9 +107,10 @@ extern const KernelTable kernels_avx512_bf16;
 constexpr KernelTable kernels_avx512_bf16 = {
     /*bf16_x_only=*/true,
     VecAvx512Bf16::kMaxRows,
-    /*preferred_rows=*/12,
+    /*preferred_rows=*/10,
     /*row_granule=*/1,
-    "12 chains, 12 totals, 4 tables and 2 decoded registers are 30 of 32",
+    "10 rows x 2 strips are 20 chains of 32 registers, beside 4 tables, 4 decoded and x; 12 rows spill: 0.88 of peak, "
+    "not 0.91",
     {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecAvx512Bf16, type>,
 #include "formats/formats.inc"

@@ -17,13 +17,21 @@ struct VecAvx2 {
   using X = float;
   static constexpr int kXPerQuadRow = 4;
   static constexpr int kMaxRows = 8;
-  static constexpr int kSideBySideRows = 1;
+  static constexpr int kMaxStrips = 1;
+  template <int MR>
+  static constexpr int strips() {
+    return 1;
+  }
+  template <int MR, int NS>
+  static constexpr int side_by_side() {
+    return MR == 1 ? 2 : 1;
+  }
   static constexpr int kTotalsPerRow = 32;
   template <int MR>
   static constexpr int parts() {
     return MR <= 6 ? 2 : 4;
   }
-  template <int MR>
+  template <int MR, int>
   static constexpr int prefetch_bytes() {
     return MR == 1 ? 8192 : MR <= 8 ? 6144 : 2048;
   }
@@ -98,7 +106,7 @@ struct VecAvx2 {
     }
   };
 
-  template <int MR>
+  template <int MR, int>
   struct Chains {
     static constexpr int kLanes = 4 / parts<MR>();  // groups of 4 columns in a part
     __m256 chain[MR][kLanes];
@@ -110,11 +118,11 @@ struct VecAvx2 {
       }
     }
     template <class D>
-    BLOCKSCALE_INLINE void step(const D& decoder, const uint8_t* codes, const float* x) {
+    BLOCKSCALE_INLINE void step(const D& decoder, const uint8_t* const (&codes)[1], const float* x) {
       BLOCKSCALE_UNROLL
       for (int lane = 0; lane < kLanes; ++lane) {
         __m256 pair[2];
-        decoder.decode(codes + 16 * lane, &pair[0], &pair[1]);
+        decoder.decode(codes[0] + 16 * lane, &pair[0], &pair[1]);
         BLOCKSCALE_UNROLL
         for (int p = 0; p < 2; ++p) {
           BLOCKSCALE_UNROLL
@@ -126,40 +134,35 @@ struct VecAvx2 {
         }
       }
     }
-  };
-
-  template <int MR>
-  struct Totals {
-    alignas(32) float total[MR][4][8];  // by row and group of 4 columns: (even, odd) of each column
-    BLOCKSCALE_INLINE void clear() { __builtin_memset(total, 0, sizeof(total)); }
-    BLOCKSCALE_INLINE void load(const float* carry) { __builtin_memcpy(total, carry, sizeof(total)); }
-    BLOCKSCALE_INLINE void store(float* carry) const { __builtin_memcpy(carry, total, sizeof(total)); }
-    BLOCKSCALE_INLINE void fold(int part, const Chains<MR>& chains, const Scale& scale, const float* x_scales) {
-      constexpr int kLanes = Chains<MR>::kLanes;
+    BLOCKSCALE_INLINE void fold(int, int part, const Scale& scale, const float* x_scales, float* totals) const {
       BLOCKSCALE_UNROLL
       for (int lane = 0; lane < kLanes; ++lane) {
         const __m256 factor = scale.of_lane(part * kLanes + lane);
         BLOCKSCALE_UNROLL
         for (int m = 0; m < MR; ++m) {
-          float* sum = total[m][part * kLanes + lane];
+          float* total = totals + (4 * m + part * kLanes + lane) * 8;
           const __m256 row_factor = x_scales ? _mm256_mul_ps(factor, _mm256_set1_ps(x_scales[m])) : factor;
-          _mm256_store_ps(sum, _mm256_fmadd_ps(chains.chain[m][lane], row_factor, _mm256_load_ps(sum)));
+          _mm256_store_ps(total, _mm256_fmadd_ps(chain[m][lane], row_factor, _mm256_load_ps(total)));
         }
       }
     }
-    BLOCKSCALE_INLINE Row row(int m) const {
-      Row result;
-      BLOCKSCALE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const __m256 a = _mm256_load_ps(total[m][2 * half]), b = _mm256_load_ps(total[m][2 * half + 1]);
-        const __m256 even = _mm256_shuffle_ps(a, b, _MM_SHUFFLE(2, 0, 2, 0));
-        const __m256 odd = _mm256_shuffle_ps(a, b, _MM_SHUFFLE(3, 1, 3, 1));
-        const __m256d sum = _mm256_castps_pd(_mm256_add_ps(even, odd));  // 64-bit pieces: columns 01, 45, 23, 67
-        result.half[half] = _mm256_castpd_ps(_mm256_permute4x64_pd(sum, _MM_SHUFFLE(3, 1, 2, 0)));
-      }
-      return result;
-    }
   };
+
+  // Totals are, by row and group of 4 columns, (even, odd) of each column.
+  template <int>
+  BLOCKSCALE_INLINE static Row row(const float* totals, int m) {
+    Row result;
+    BLOCKSCALE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const float* quarter = totals + (4 * m + 2 * half) * 8;
+      const __m256 a = _mm256_load_ps(quarter), b = _mm256_load_ps(quarter + 8);
+      const __m256 even = _mm256_shuffle_ps(a, b, _MM_SHUFFLE(2, 0, 2, 0));
+      const __m256 odd = _mm256_shuffle_ps(a, b, _MM_SHUFFLE(3, 1, 3, 1));
+      const __m256d sum = _mm256_castps_pd(_mm256_add_ps(even, odd));  // 64-bit pieces: columns 01, 45, 23, 67
+      result.half[half] = _mm256_castpd_ps(_mm256_permute4x64_pd(sum, _MM_SHUFFLE(3, 1, 2, 0)));
+    }
+    return result;
+  }
 
   BLOCKSCALE_INLINE static int64_t x_index(int k, int rows, int m) {
     return (static_cast<int64_t>(k / 2) * rows + m) * 2 + k % 2;

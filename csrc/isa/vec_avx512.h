@@ -67,6 +67,60 @@ struct RowsAvx512 {
   }
 };
 
+// Transposes 16 rows of 16 dwords.
+BLOCKSCALE_INLINE void transpose_dwords(__m512i (&row)[16]) {
+  __m512i t[16];
+  BLOCKSCALE_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+  BLOCKSCALE_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    row[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    row[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    row[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    row[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // row[4 i + j] holds dword 4 l + j of rows 4 i .. 4 i + 3 in lane l.
+  BLOCKSCALE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    const __m512i low02 = _mm512_shuffle_i32x4(row[j], row[4 + j], 0x88),
+                  low13 = _mm512_shuffle_i32x4(row[j], row[4 + j], 0xdd);
+    const __m512i high02 = _mm512_shuffle_i32x4(row[8 + j], row[12 + j], 0x88),
+                  high13 = _mm512_shuffle_i32x4(row[8 + j], row[12 + j], 0xdd);
+    t[j] = _mm512_shuffle_i32x4(low02, high02, 0x88);
+    t[8 + j] = _mm512_shuffle_i32x4(low02, high02, 0xdd);
+    t[4 + j] = _mm512_shuffle_i32x4(low13, high13, 0x88);
+    t[12 + j] = _mm512_shuffle_i32x4(low13, high13, 0xdd);
+  }
+  BLOCKSCALE_UNROLL
+  for (int i = 0; i < 16; ++i) row[i] = t[i];
+}
+
+// out[i * rows + m] = dword i of row m, for i < count and m < rows <= 16; load(m, i) gives dwords i .. i + 15 of row m.
+template <class Load>
+BLOCKSCALE_INLINE void pack_rows(uint32_t* out, int rows, int count, Load load) {
+  if (rows == 1) {
+    for (int i = 0; i < count; i += 16) {
+      const __mmask16 present = static_cast<__mmask16>(count - i >= 16 ? 0xffff : (1u << (count - i)) - 1);
+      _mm512_mask_storeu_epi32(out + i, present, load(0, i));
+    }
+    return;
+  }
+  const __mmask16 row_mask = static_cast<__mmask16>((1u << rows) - 1);
+  for (int i = 0; i < count; i += 16) {
+    __m512i row[16];
+    BLOCKSCALE_UNROLL
+    for (int m = 0; m < 16; ++m) row[m] = m < rows ? load(m, i) : _mm512_setzero_si512();
+    transpose_dwords(row);
+    BLOCKSCALE_UNROLL
+    for (int j = 0; j < 16; ++j) {
+      if (i + j < count) _mm512_mask_storeu_epi32(out + static_cast<int64_t>(i + j) * rows, row_mask, row[j]);
+    }
+  }
+}
+
 // 64 codes to two registers of bf16 pairs with 16-entry shuffles: 14 instructions.
 template <class F>
 struct NibbleDecoder {
@@ -105,13 +159,22 @@ struct VecAvx512 : RowsAvx512 {
   static constexpr int kXPerQuadRow = 4;
   // 12 rows: 24 chains, two decoded registers of two k each, decoder tables; totals live in L1.
   static constexpr int kMaxRows = 12;
-  static constexpr int kSideBySideRows = 1;  // from two rows on there are four independent chains
+  static constexpr int kMaxStrips = 1;
+  template <int MR>
+  static constexpr int strips() {
+    return 1;
+  }
+  // From two rows on there are four independent chains.
+  template <int MR, int NS>
+  static constexpr int side_by_side() {
+    return MR == 1 ? 2 : 1;
+  }
   static constexpr int kTotalsPerRow = 32;
   template <int MR>
   static constexpr int parts() {
     return 1;
   }
-  template <int MR>
+  template <int MR, int>
   static constexpr int prefetch_bytes() {
     return MR == 1 ? 8192 : MR == 2 ? 6144 : 3072;
   }
@@ -119,7 +182,7 @@ struct VecAvx512 : RowsAvx512 {
   template <class F>
   using Decoder = StripDecoder<F>;
 
-  template <int MR>
+  template <int MR, int>
   struct Chains {
     __m512 even[MR], odd[MR];
     BLOCKSCALE_INLINE void clear() {
@@ -127,9 +190,9 @@ struct VecAvx512 : RowsAvx512 {
       for (int m = 0; m < MR; ++m) even[m] = odd[m] = _mm512_setzero_ps();
     }
     template <class D>
-    BLOCKSCALE_INLINE void step(const D& decoder, const uint8_t* codes, const float* x) {
+    BLOCKSCALE_INLINE void step(const D& decoder, const uint8_t* const (&codes)[1], const float* x) {
       __m512i pair[2];
-      decoder.decode(codes, &pair[0], &pair[1]);
+      decoder.decode(codes[0], &pair[0], &pair[1]);
       BLOCKSCALE_UNROLL
       for (int p = 0; p < 2; ++p) {
         const __m512 w_even = _mm512_castsi512_ps(_mm512_slli_epi32(pair[p], 16));
@@ -142,26 +205,22 @@ struct VecAvx512 : RowsAvx512 {
         }
       }
     }
-  };
-
-  template <int MR>
-  struct Totals {
-    alignas(64) float total[2][MR][16];
-    BLOCKSCALE_INLINE void clear() { __builtin_memset(total, 0, sizeof(total)); }
-    BLOCKSCALE_INLINE void load(const float* carry) { __builtin_memcpy(total, carry, sizeof(total)); }
-    BLOCKSCALE_INLINE void store(float* carry) const { __builtin_memcpy(carry, total, sizeof(total)); }
-    BLOCKSCALE_INLINE void fold(int, const Chains<MR>& chains, const Scale& scale, const float* x_scales) {
+    BLOCKSCALE_INLINE void fold(int, int, const Scale& scale, const float* x_scales, float* totals) const {
       BLOCKSCALE_UNROLL
       for (int m = 0; m < MR; ++m) {
         const __m512 factor = scale.of_row(x_scales, m);
-        _mm512_store_ps(total[0][m], _mm512_fmadd_ps(chains.even[m], factor, _mm512_load_ps(total[0][m])));
-        _mm512_store_ps(total[1][m], _mm512_fmadd_ps(chains.odd[m], factor, _mm512_load_ps(total[1][m])));
+        float *total_even = totals + 16 * m, *total_odd = totals + 16 * (MR + m);
+        _mm512_store_ps(total_even, _mm512_fmadd_ps(even[m], factor, _mm512_load_ps(total_even)));
+        _mm512_store_ps(total_odd, _mm512_fmadd_ps(odd[m], factor, _mm512_load_ps(total_odd)));
       }
     }
-    BLOCKSCALE_INLINE Row row(int m) const {
-      return _mm512_add_ps(_mm512_load_ps(total[0][m]), _mm512_load_ps(total[1][m]));
-    }
   };
+
+  // Totals are [even, odd][row][column].
+  template <int MR>
+  BLOCKSCALE_INLINE static Row row(const float* totals, int m) {
+    return _mm512_add_ps(_mm512_load_ps(totals + 16 * m), _mm512_load_ps(totals + 16 * (MR + m)));
+  }
 
   BLOCKSCALE_INLINE static int64_t x_index(int k, int rows, int m) { return static_cast<int64_t>(k) * rows + m; }
   static bool pack_x(const LinearTask& task, int64_t row, int rows, const Unit* units, int unit_count, float* packed) {

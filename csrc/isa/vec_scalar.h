@@ -12,13 +12,21 @@ struct VecScalar {
   using X = float;
   static constexpr int kXPerQuadRow = 4;
   static constexpr int kMaxRows = 8;  // rows that share one decoding of the codes
-  static constexpr int kSideBySideRows = 0;
+  static constexpr int kMaxStrips = 1;
+  template <int MR>
+  static constexpr int strips() {
+    return 1;
+  }
+  template <int MR, int NS>
+  static constexpr int side_by_side() {
+    return 1;
+  }
   static constexpr int kTotalsPerRow = 32;
   template <int MR>
   static constexpr int parts() {
     return 1;
   }
-  template <int MR>
+  template <int MR, int>
   static constexpr int prefetch_bytes() {
     return 2048;
   }
@@ -82,16 +90,16 @@ struct VecScalar {
     }
   }
 
-  template <int MR>
+  template <int MR, int>
   struct Chains {
     float sum[2][MR][16];  // even k, odd k
     void clear() { __builtin_memset(sum, 0, sizeof(sum)); }
 
     template <class D>
-    void step(const D& decoder, const uint8_t* codes, const float* x) {
+    void step(const D& decoder, const uint8_t* const (&codes)[1], const float* x) {
       for (int k = 0; k < 4; ++k) {
         float weight[16];
-        for (int c = 0; c < 16; ++c) weight[c] = D::value(codes[16 * (c / 4) + 8 * (k / 2) + 2 * (c % 4) + k % 2]);
+        for (int c = 0; c < 16; ++c) weight[c] = D::value(codes[0][16 * (c / 4) + 8 * (k / 2) + 2 * (c % 4) + k % 2]);
         for (int m = 0; m < MR; ++m) {
           float* chain = sum[k % 2][m];
           const float xk = x[k * MR + m];
@@ -103,27 +111,24 @@ struct VecScalar {
         }
       }
     }
-  };
-
-  template <int MR>
-  struct Totals {
-    float total[2][MR][16];
-    void clear() { __builtin_memset(total, 0, sizeof(total)); }
-    void load(const float* carry) { __builtin_memcpy(total, carry, sizeof(total)); }
-    void store(float* carry) const { __builtin_memcpy(carry, total, sizeof(total)); }
-    void fold(int, const Chains<MR>& chains, const Scale& scale, const float* x_scales) {
+    void fold(int, int, const Scale& scale, const float* x_scales, float* totals) const {
       for (int parity = 0; parity < 2; ++parity) {
         for (int m = 0; m < MR; ++m) {
+          float* total = totals + 16 * (parity * MR + m);
           for (int c = 0; c < 16; ++c) {
-            float& sum = total[parity][m][c];
             const float factor = x_scales ? scale.lane[c] * x_scales[m] : scale.lane[c];
-            sum = __builtin_fmaf(chains.sum[parity][m][c], factor, sum);
+            total[c] = __builtin_fmaf(sum[parity][m][c], factor, total[c]);
           }
         }
       }
     }
-    Row row(int m) const { return add(VecScalar::load(total[0][m]), VecScalar::load(total[1][m])); }
   };
+
+  // Totals are [even, odd][row][column].
+  template <int MR>
+  static Row row(const float* totals, int m) {
+    return add(load(totals + 16 * m), load(totals + 16 * (MR + m)));
+  }
 
   static int64_t x_index(int k, int rows, int m) { return static_cast<int64_t>(k) * rows + m; }
   static void widen(const void* x, FloatType type, int64_t index, int count, float* out) {

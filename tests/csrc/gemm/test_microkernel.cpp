@@ -35,7 +35,7 @@ TEST_P(Microkernel, NothingInTheScratchBeforeTheCallMatters) {
   uint32_t turn = 0;
   for (FloatType x_type : x_types()) {
     for (int64_t block_k : {1, 3, 6, 37, 128}) {
-      for (int64_t N : {1, 6, 16, 19, 31}) {
+      for (int64_t N : {1, 6, 16, 19, 31, 60}) {
         for (int64_t K : {1, 2, 3, 5, 37, 130, 259, 2100}) {
           for (int64_t M : {1, table->max_rows + 1}) {
             if (K > 300 && (block_k != 1 || N > 16)) continue;  // more units than the scratch lists: once is enough
@@ -112,7 +112,7 @@ TEST_P(Microkernel, RowsPerBlockChangesNoBits) {
   for (FloatType x_type : x_types()) {
     CaseOptions o;
     o.M = 19;
-    o.N = 37;
+    o.N = 117;  // seven strips and a ragged one: groups of four, pairs and single strips
     o.K = 390;
     o.block_n = 16;
     o.x_type = x_type;
