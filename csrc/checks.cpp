@@ -94,17 +94,19 @@ void Check::scales(const char* name, const Tensor& scales, const Tensor& weight,
       type != ScalarType::Byte) {
     fail(quoted(name) + " of dtype float32, bfloat16, float8_e8m0fnu or uint8 (e8m0 codes)", dtype_name(type));
   }
-  const int64_t dim = weight.dim();
-  std::vector<int64_t> grid;
-  if (dim == 3) grid.push_back(weight.size(0));
-  grid.push_back(ceil_div(weight.size(dim - 2), block[0]));
-  grid.push_back(ceil_div(weight.size(dim - 1), block[1]));
+  const auto shape = weight.sizes();
   const auto sizes = scales.sizes();
-  if (std::vector<int64_t>(sizes.begin(), sizes.end()) != grid) {
-    fail(quoted(name) + " of shape [" + (dim == 3 ? "E, " : "") +
-             "ceil(N/block_n), ceil(K/block_k)] = " + list_text(grid),
-         list_text(sizes));
+  const size_t dim = shape.size();
+  const int64_t grid_n = ceil_div(shape[dim - 2], block[0]), grid_k = ceil_div(shape[dim - 1], block[1]);
+  if (sizes.size() == dim && sizes[dim - 2] == grid_n && sizes[dim - 1] == grid_k &&
+      (dim == 2 || sizes[0] == shape[0])) {
+    return;
   }
+  std::vector<int64_t> grid = {grid_n, grid_k};
+  if (dim == 3) grid.insert(grid.begin(), shape[0]);
+  fail(
+      quoted(name) + " of shape [" + (dim == 3 ? "E, " : "") + "ceil(N/block_n), ceil(K/block_k)] = " + list_text(grid),
+      list_text(sizes));
 }
 
 void Check::bias(const Tensor& bias, int64_t N) const {

@@ -96,7 +96,7 @@ void multiply(LinearProblem& problem, const Tensor& weight, const Tensor& scales
   problem.block_k = block_size[1];
   std::optional<Tensor> bias_row;
   if (bias) {
-    bias_row = torch::stable::contiguous(*bias);
+    bias_row = bias->is_contiguous() ? *bias : torch::stable::contiguous(*bias);
     problem.bias = bias_row->const_data_ptr();
     problem.bias_type = float_type(bias_row->scalar_type());
   }
@@ -108,8 +108,10 @@ void multiply(LinearProblem& problem, const Tensor& weight, const Tensor& scales
   if (!linear(problem, plan, parallel_for)) throw std::bad_alloc();
 }
 
-Tensor fp8_scaled_mm_cpu(Tensor mat1, Tensor mat2, Tensor scales2, std::vector<int64_t> block_size,
-                         std::optional<Tensor> bias, ScalarType out_dtype, bool is_vnni) {
+// Arguments by reference: torch's unboxing calls with copies of what it holds, here 0.1 us of a small layer's 3.
+Tensor fp8_scaled_mm_cpu(const Tensor& mat1, const Tensor& mat2, const Tensor& scales2,
+                         const std::vector<int64_t>& block_size, const std::optional<Tensor>& bias,
+                         ScalarType out_dtype, bool is_vnni) {
   const Check check("fp8_scaled_mm_cpu");
   LinearProblem problem;
   problem.x_type = check.float_dtype("mat1", mat1.scalar_type());

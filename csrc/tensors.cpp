@@ -52,6 +52,10 @@ std::vector<int64_t> shape_of(const Tensor& tensor) {
 }
 
 void parallel_for(int64_t count, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+  if (count <= grain) {  // one thread's work: torch's pool would cost a small layer 2 % of its time to find that out
+    if (count > 0) body(0, count, context);
+    return;
+  }
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, grain, body, context));
 }
 
@@ -82,7 +86,7 @@ Rows::Rows(const Tensor& x) : tensor(x) {
 bool Rows::view() {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  const int64_t rank = tensor.dim();
+  const auto rank = static_cast<int64_t>(sizes.size());
   count = 1;
   for (int64_t d = 0; d + 1 < rank; ++d) count *= sizes[d];
   stride = sizes[rank - 1];
@@ -112,9 +116,10 @@ float e8m0_to_float(uint8_t code) {
 }  // namespace
 
 Fp32Scales::Fp32Scales(const Tensor& scales, int64_t offset, const std::vector<int64_t>& block_size) {
-  const int64_t dim = scales.dim();
-  const int64_t rows = scales.size(dim - 2), columns = scales.size(dim - 1);
-  const int64_t stride_n = scales.stride(dim - 2), stride_k = scales.stride(dim - 1);
+  const auto sizes = scales.sizes(), strides = scales.strides();
+  const size_t dim = sizes.size();
+  const int64_t rows = sizes[dim - 2], columns = sizes[dim - 1];
+  const int64_t stride_n = strides[dim - 2], stride_k = strides[dim - 1];
   const ScalarType type = scales.scalar_type();
   const void* data = scales.const_data_ptr();
   if (type == ScalarType::Float) {

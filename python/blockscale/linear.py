@@ -173,10 +173,15 @@ class BlockScaledLinear(nn.Module):
             ValueError: ``x`` has a wrong dtype or last dimension, or lies on another device than the layer.
             NotImplementedError: ``x`` or the layer lies on a device without a kernel.
         """
-        weight = self.weight
+        # Each attribute of a module that is a parameter costs a lookup of 0.4 us, together half a small layer's time.
+        parameters = self._parameters
+        try:
+            weight, scales, bias = parameters["weight"], parameters["weight_scale_inv"], parameters["bias"]
+        except KeyError:  # taken out by what replaces parameters: torch's parametrisations, sharding wrappers
+            weight, scales, bias = self.weight, self.weight_scale_inv, self.bias
         if not (x.is_cpu and weight.is_cpu):
             _check_has_kernel(x.device, weight.device)
-        return ops.fp8_scaled_mm_cpu(x, weight, self.weight_scale_inv, self.block_size, self.bias)
+        return ops.fp8_scaled_mm_cpu(x, weight, scales, self.block_size, bias)
 
     def requires_grad_(self, requires_grad: bool = True) -> BlockScaledLinear:
         """Whether the bias asks for a gradient; codes and scales never do."""
