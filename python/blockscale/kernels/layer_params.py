@@ -109,6 +109,13 @@ def scale_name_of(layer: nn.Module) -> str:
 
 def prepared(layer: Any) -> tuple[Tensor, Tensor]:
     """Weight and scales of a layer that its kernel has prepared."""
+    # Where replace_parameter has put them: an attribute of a module that is a parameter costs a lookup of 0.4 us.
+    parameters = getattr(layer, "_parameters", {})
+    weight = parameters.get(WEIGHT)
+    for name in SCALE_NAMES if weight is not None else ():
+        scales = parameters.get(name)
+        if scales is not None:
+            return weight, scales
     for name in SCALE_NAMES:
         scales = getattr(layer, name, None)
         if isinstance(scales, Tensor):

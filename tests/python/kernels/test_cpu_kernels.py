@@ -272,6 +272,21 @@ def test_the_packed_weight_is_told_from_a_plain_one_of_the_same_bytes():
     assert not torch.equal(kernel.apply_weights(packed_as_plain, x), kernel.apply_weights(layer, x))
 
 
+def test_a_call_looks_no_parameter_up_through_the_module(monkeypatch):
+    kernel, layer = CPUFp8BlockScaledMMKernel(config((128, 128), (200, 300))), block_layer(200, 300)
+    kernel.process_weights_after_loading(layer)
+    looked_up, lookup = [], torch.nn.Module.__getattr__
+
+    def counting(module, name):
+        looked_up.append(name)
+        return lookup(module, name)
+
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", counting)
+    kernel.apply_weights(layer, inputs(1, 300))
+    assert looked_up == []
+    assert layer.weight is not None and looked_up == ["weight"]
+
+
 def test_compiles_with_a_dynamic_number_of_rows():
     layer = block_layer(576, 192)
     kernel = CPUFp8BlockScaledMMKernel(config((128, 128), (576, 192)))
