@@ -56,6 +56,7 @@ Tensor unpack_weight_op(Tensor packed) {
   const Matrices m(packed);
   const auto* in = static_cast<const uint8_t*>(packed.const_data_ptr());
   auto* out = static_cast<uint8_t*>(weight.mutable_data_ptr());
+  advise_huge_pages(out, m.count * m.rows * m.columns);
   for (int64_t e = 0; e < m.count; ++e) {
     const int64_t offset = e * m.rows * m.columns;
     parallel_for(strip_count(m.rows), rows_per_task(16 * m.columns), [&](int64_t begin, int64_t end) {

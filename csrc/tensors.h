@@ -35,7 +35,9 @@ inline int64_t rows_per_task(int64_t bytes_per_row) {
   return std::max<int64_t>(1, (64 << 10) / std::max<int64_t>(1, bytes_per_row));
 }
 
-// A packed weight is streamed once a token: 2 MiB pages save the misses of 512 small ones. Best effort.
+// For large outputs, before they are written: the system clears 2 MiB pages three times as fast as the 512 small ones
+// they replace (20 against 6 GB/s of a copy), and a packed weight, streamed once a token, saves their misses. Best
+// effort.
 void advise_huge_pages(void* data, int64_t bytes);
 
 // A weight [N, K] or [E, N, K] as E matrices.

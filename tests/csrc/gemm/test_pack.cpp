@@ -18,7 +18,7 @@ using test::Guard;
 using test::GuardedBuffer;
 
 constexpr int64_t kSides[] = {0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 19, 31, 32, 33, 48, 50};
-constexpr int64_t kDepths[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 63, 64, 193};
+constexpr int64_t kDepths[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 63, 64, 80, 193};
 
 std::vector<uint8_t> random_codes(int64_t count) {
   std::mt19937 random(1);
