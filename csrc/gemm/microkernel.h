@@ -18,6 +18,7 @@
 #include <stddef.h>
 
 #include "gemm/kernel.h"
+#include "gemm/stage.h"
 
 #define BLOCKSCALE_INLINE __attribute__((always_inline)) inline
 #define BLOCKSCALE_UNROLL _Pragma("GCC unroll 32")
@@ -98,46 +99,13 @@ BLOCKSCALE_INLINE int64_t cut_units(const LinearTask& task, int64_t k_begin, int
   return k;
 }
 
-// Copies a unit's codes into full 64-byte chunks, the first of which starts at k = origin; columns and k outside the
-// strip and the unit become zero codes.
-__attribute__((noinline)) void stage_codes(const LinearTask& task, int64_t strip, int columns, const Unit& unit,
-                                           int64_t origin, uint8_t* staged) {
-  const uint8_t* strip_codes = task.weight + strip * kStripColumns * task.K;
-  const int64_t unit_end = unit.k_begin + unit.depth;
-  __builtin_memset(staged, 0, static_cast<size_t>((unit_end - origin + 3) / 4) * 64);
-  for (int64_t quad = unit.k_begin / 4; 4 * quad < unit_end; ++quad) {
-    const int64_t depth = task.K - 4 * quad < 4 ? task.K - 4 * quad : 4;
-    const uint8_t* in = strip_codes + quad * 4 * columns;
-    if (4 * quad < unit.k_begin || 4 * quad + 4 > unit_end || (4 * quad - origin) % 4 != 0) {
-      for (int lane = 0; lane < columns; lane += 4) {
-        for (int pair = 0; pair < depth; pair += 2) {
-          for (int c = lane; c < columns && c < lane + 4; ++c) {
-            for (int j = 0; j < 2 && pair + j < depth; ++j, ++in) {
-              const int64_t k = 4 * quad + pair + j - origin;
-              if (4 * quad + pair + j < unit.k_begin || 4 * quad + pair + j >= unit_end) continue;
-              staged[k / 4 * 64 + 4 * lane + k % 4 / 2 * 8 + 2 * (c - lane) + k % 2] = *in;
-            }
-          }
-        }
-      }
-    } else {
-      uint8_t* out = staged + (4 * quad - origin) * kStripColumns;
-      const int full = columns / 4 * 16;
-      __builtin_memcpy(out, in, full);
-      const int rest = 2 * (columns % 4);
-      __builtin_memcpy(out + full, in + full, rest);
-      __builtin_memcpy(out + full + 8, in + full + rest, rest);
-    }
-  }
-}
-
 template <class X>
 BLOCKSCALE_INLINE const uint8_t* unit_codes(const StripJob<X>& job, const Unit& unit, int slot) {
   if (!unit.staged && job.columns == kStripColumns) {
     return job.task->weight + job.strip * kStripColumns * job.task->K + unit.k_begin * kStripColumns;
   }
   uint8_t* staged = job.staged + slot * kStagedUnitBytes;
-  stage_codes(*job.task, job.strip, job.columns, unit, unit.k_begin / 4 * 4, staged);
+  stage_codes(*job.task, job.strip, job.columns, unit.k_begin, unit.k_begin + unit.depth, unit.k_begin / 4 * 4, staged);
   return staged;
 }
 
@@ -179,7 +147,7 @@ BLOCKSCALE_INLINE void finish_row(const StripJob<X>& job, int m, typename V::Row
   }
 }
 
-// MR rows x NS strips x NU units from unit u on, which are equally long, side by side.
+// MR rows x NS strips x NU units from unit u on, side by side.
 template <class V, class F, int MR, int NS, int NU>
 BLOCKSCALE_INLINE void multiply_units(const StripJob<typename V::X>* jobs, int u,
                                       const typename V::template Decoder<F>& decoder) {
@@ -196,13 +164,19 @@ BLOCKSCALE_INLINE void multiply_units(const StripJob<typename V::X>* jobs, int u
     }
     x[i] = jobs[0].x + static_cast<int64_t>(units[i].x_quad) * kQuadX;
   }
-  const int quads = units[0].quads;
+  int common = units[0].quads;  // that all of them have
+  for (int i = 1; i < NU; ++i) common = units[i].quads < common ? units[i].quads : common;
   for (int part = 0; part < kParts; ++part) {
     typename V::template Chains<MR, NS> chains[NU];
     BLOCKSCALE_UNROLL
     for (int i = 0; i < NU; ++i) chains[i].clear();
-    const int64_t offset = part * (64 / kParts);
-    for (int q = 0; q < quads; ++q) {
+    const auto step = [&](int i, int q) __attribute__((always_inline)) {
+      const uint8_t* step_codes[NS];
+      BLOCKSCALE_UNROLL
+      for (int s = 0; s < NS; ++s) step_codes[s] = codes[i][s] + 64 * q + part * (64 / kParts);
+      chains[i].step(decoder, step_codes, x[i] + q * kQuadX);
+    };
+    for (int q = 0; q < common; ++q) {
       if (part == 0) {
         // In stream order, from the first unit's bytes on: one prefetch for each 64 bytes that this step consumes.
         BLOCKSCALE_UNROLL
@@ -214,11 +188,12 @@ BLOCKSCALE_INLINE void multiply_units(const StripJob<typename V::X>* jobs, int u
         }
       }
       BLOCKSCALE_UNROLL
+      for (int i = 0; i < NU; ++i) step(i, q);
+    }
+    if constexpr (NU > 1) {
+      BLOCKSCALE_UNROLL
       for (int i = 0; i < NU; ++i) {
-        const uint8_t* step_codes[NS];
-        BLOCKSCALE_UNROLL
-        for (int s = 0; s < NS; ++s) step_codes[s] = codes[i][s] + 64 * q + offset;
-        chains[i].step(decoder, step_codes, x[i] + q * kQuadX);
+        for (int q = common; q < units[i].quads; ++q) step(i, q);
       }
     }
     BLOCKSCALE_UNROLL
@@ -242,13 +217,10 @@ void multiply_strips(const StripJob<typename V::X>* jobs) {
   if (jobs[0].first) {
     for (int s = 0; s < NS; ++s) __builtin_memset(jobs[s].totals, 0, MR * V::kTotalsPerRow * sizeof(float));
   }
-  const Unit* units = jobs[0].units;
   const int count = jobs[0].unit_count;
   for (int u = 0; u < count;) {
     if constexpr (kUnits > 1) {
-      bool equal = u + kUnits <= count;
-      for (int i = 1; equal && i < kUnits; ++i) equal = units[u + i].quads == units[u].quads;
-      if (equal) {
+      if (u + kUnits <= count) {
         multiply_units<V, F, MR, NS, kUnits>(jobs, u, decoder);
         u += kUnits;
         continue;

@@ -183,7 +183,8 @@ void multiply_strips(const StripJob<uint8_t>* jobs, int rows) {
       const StripJob<uint8_t>& job = jobs[s];
       const uint8_t* codes = job.task->weight + job.strip * kStripColumns * job.task->K + unit.k_begin * kStripColumns;
       if (unit.staged || job.columns < kStripColumns) {
-        stage_codes(*job.task, job.strip, job.columns, unit, unit.k_begin, job.staged);
+        stage_codes(*job.task, job.strip, job.columns, unit.k_begin, unit.k_begin + unit.depth, unit.k_begin,
+                    job.staged);
         codes = job.staged;
       }
       decode_tiles(decoder, codes, unit, decoded + s * kUnitTiles * kTileBytes);
