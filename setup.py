@@ -1,4 +1,4 @@
-"""Builds _C.so with CMake and packs it into one py3-none wheel: the library links no libpython."""
+"""Builds _C.so and _bench.so with CMake and packs them into one py3-none wheel: the libraries link no libpython."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.resolve()
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake; the result is a plain shared library loaded with torch.ops.load_library."""
+    """Runs CMake; the results are plain shared libraries, loaded with torch.ops.load_library and ctypes."""
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
@@ -29,12 +29,13 @@ class CMakeBuild(build_ext):
             configure += ["-G", "Ninja"]
         subprocess.run(configure, check=True)
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
-        subprocess.run([cmake, "--build", str(build_dir), "--target", "_C", "-j", jobs], check=True)
+        library = ext.name.rpartition(".")[2]
+        subprocess.run([cmake, "--build", str(build_dir), "--target", library, "-j", jobs], check=True)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         # A new file, then a rename: a process that has the old library loaded keeps it intact.
         fresh = target.with_suffix(".new")
-        shutil.copy2(build_dir / "_C.so", fresh)
+        shutil.copy2(build_dir / f"{library}.so", fresh)
         os.replace(fresh, target)
 
 
@@ -50,6 +51,6 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("blockscale._C", sources=[])],
+    ext_modules=[Extension(f"blockscale.{name}", sources=[]) for name in ("_C", "_bench")],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

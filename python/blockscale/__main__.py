@@ -1,4 +1,4 @@
-"""``python -m blockscale info | selftest | quantize | inspect``: text for people, ``--json`` for programs.
+"""``python -m blockscale info | selftest | bench | quantize | inspect``: text for people, ``--json`` for programs.
 
 Exit status: 0 all well, 1 a check failed or the request was refused, 2 wrong usage.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import checkpoint, diagnostics
+from .bench import command as bench
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,12 +52,15 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Any, text: Any, words: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=words, description=words)
-        one.add_argument("--json", action="store_true", help="print JSON")
+        if name != "bench":  # which has a file for it, too
+            one.add_argument("--json", action="store_true", help="print JSON")
         one.set_defaults(run=run, text=text)
         return one
 
     command("info", _info, _info_text, "Which instruction sets this machine runs, and why not the others.")
     command("selftest", _selftest, _selftest_text, "Run every usable kernel against the reference.")
+    words = "Time products and tools against peers and against what the machine can do."
+    bench.add_options(command("bench", bench.run, bench.text, words))
     quantize = command("quantize", _quantize, _quantize_text, "Quantise a safetensors checkpoint to block FP8.")
     quantize.add_argument("src", help="directory with config.json and safetensors weights, or one .safetensors file")
     quantize.add_argument("dst", help="directory to write")
@@ -86,7 +90,7 @@ def _info_text(report: dict[str, Any]) -> Iterable[str]:
         yield f"{isa['name']:12} {compiled:9} {usable:7} {active:7} {isa['reason']}".rstrip()
     yield ""
     yield "amx_bf16: verified under emulation, never run on hardware. On a Sapphire Rapids or newer, check and time it:"
-    yield "    python -m blockscale selftest && python benchmarks/bench_linear.py"
+    yield "    python -m blockscale selftest && python -m blockscale bench"
 
 
 def _selftest(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
