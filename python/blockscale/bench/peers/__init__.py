@@ -8,13 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .base import Loaded, Peer, PeerMissing
+from .llama_cpp import LlamaCpp
+from .onednn import OneDnn, OneDnnInt8
 from .own import Blockscale, Yardstick
-from .torch_linear import DequantiseLinear, TorchBf16, TorchFp32
+from .torch_linear import DequantiseLinear, TorchBf16, TorchFp32, TorchPrepacked
+from .vllm_cpu import VllmCpu
+from .zentorch import Zentorch
 
 __all__ = ["PEERS", "Loaded", "Peer", "PeerMissing", "find_peers"]
 
 PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (Blockscale, Yardstick, TorchBf16, TorchFp32, DequantiseLinear)
+    peer.name: peer
+    for peer in (
+        Blockscale,
+        Yardstick,
+        TorchBf16,
+        TorchPrepacked,
+        VllmCpu,
+        OneDnn,
+        OneDnnInt8,
+        Zentorch,
+        LlamaCpp,
+        TorchFp32,
+        DequantiseLinear,
+    )
 }
 
 

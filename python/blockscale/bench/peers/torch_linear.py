@@ -8,7 +8,7 @@ from ... import ops
 from ..inputs import Weight, dense
 from .base import Loaded, Peer
 
-__all__ = ["DequantiseLinear", "TorchBf16", "TorchFp32"]
+__all__ = ["DequantiseLinear", "TorchBf16", "TorchFp32", "TorchPrepacked"]
 
 _linear = torch.nn.functional.linear
 
@@ -22,19 +22,38 @@ class TorchBf16(Peer):
     def version(self) -> str:
         return torch.__version__
 
+    def refusal(self, weight: Weight, x: torch.dtype, M: int) -> str:
+        return "" if x == torch.bfloat16 else "takes bf16 x"
+
     def load(self, weight: Weight, x: torch.dtype) -> Loaded:
         weights = _copies(weight, torch.bfloat16)
-        return Loaded(len(weights), lambda x, copy: _linear(x.bfloat16(), weights[copy]))
+        return Loaded(len(weights), lambda x, copy: _linear(x, weights[copy]))
 
 
 class TorchFp32(TorchBf16):
     name = "torch-fp32"
-    about = "F.linear, weights kept in fp32, x in fp32"
+    about = "F.linear, weights kept in fp32, x converted to fp32"
     bytes_per_weight = 4.0
+
+    def refusal(self, weight: Weight, x: torch.dtype, M: int) -> str:
+        return ""
 
     def load(self, weight: Weight, x: torch.dtype) -> Loaded:
         weights = _copies(weight, torch.float32)
         return Loaded(len(weights), lambda x, copy: _linear(x.float(), weights[copy]))
+
+
+class TorchPrepacked(TorchBf16):
+    """What torch.compile's freezing calls: oneDNN, as torch has it inside, on weights in oneDNN's packed order."""
+
+    name = "torch-prepacked"
+    about = "torch's own oneDNN, bf16 weights prepacked as torch.compile's freezing does"
+
+    def load(self, weight: Weight, x: torch.dtype) -> Loaded:
+        ops_of_torch, plain = torch.ops.mkldnn, dense(weight, torch.bfloat16)
+        packed = [ops_of_torch._reorder_linear_weight(plain, 1) for _ in range(weight.copies(2.0))]
+        linear = ops_of_torch._linear_pointwise
+        return Loaded(len(packed), lambda x, copy: linear(x, packed[copy], None, "none", [], ""))
 
 
 class DequantiseLinear(TorchBf16):
@@ -48,7 +67,7 @@ class DequantiseLinear(TorchBf16):
         dequantise = ops.dequantize_weight_block_fp8
         return Loaded(
             len(codes),
-            lambda x, copy: _linear(x.bfloat16(), dequantise(codes[copy], scales, block_size, torch.bfloat16)),
+            lambda x, copy: _linear(x, dequantise(codes[copy], scales, block_size, torch.bfloat16)),
         )
 
 
