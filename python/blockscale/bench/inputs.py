@@ -10,7 +10,17 @@ from torch import Tensor
 
 from .. import ops, reference
 
-__all__ = ["CHECKED_ROWS", "Weight", "WrongResult", "activations", "check_result", "make_weight"]
+__all__ = [
+    "CHECKED_ROWS",
+    "Weight",
+    "WrongResult",
+    "activations",
+    "check_result",
+    "checked_places",
+    "dense",
+    "make_weight",
+    "product",
+]
 
 # Weights rotate through copies of this many bytes in all, 12 times a last-level cache of 32 MiB, so that each call
 # reads its weight from memory.
@@ -65,24 +75,33 @@ def make_weight(N: int, K: int, block_size: tuple[int, int] = (128, 128), rotate
     scales = 2.0 ** torch.randint(-8, -2, grid, generator=generator).float()
     if block_n < 16:  # as BlockScaledLinear stores them: the scales of a strip's columns are neighbours
         scales = scales.t().contiguous().t()
-    rows = torch.randn(CHECKED_ROWS, K, generator=generator).to(torch.bfloat16)
-    want = torch.empty(CHECKED_ROWS, N, dtype=torch.float64)
+    # The same rows for every scale grid.
+    rows = torch.randn(CHECKED_ROWS, K, generator=torch.Generator().manual_seed(K)).to(torch.bfloat16)
+    want = product(rows, codes, scales, (block_n, block_k))
+    return Weight(codes, scales, (block_n, block_k), rows, want, rotated_bytes)
+
+
+def product(rows: Tensor, codes: Tensor, scales: Tensor, block_size: tuple[int, int]) -> Tensor:
+    """``rows (R, K) · dequant(codes)ᵀ`` in float64, a part of the weight at a time."""
+    N, block_n = codes.shape[0], block_size[0]
+    out = torch.empty(rows.shape[0], N, dtype=torch.float64)
     step = max(1, _CHUNK // block_n) * block_n
     for n in range(0, N, step):
         part = scales[n // block_n : -(-min(n + step, N) // block_n)]
-        want[:, n : n + step] = reference.scaled_mm(rows, codes[n : n + step], part, (block_n, block_k))
-    return Weight(codes, scales, (block_n, block_k), rows, want, rotated_bytes)
+        out[:, n : n + step] = reference.scaled_mm(rows, codes[n : n + step], part, block_size)
+    return out
 
 
 def activations(weight: Weight, M: int, dtype: torch.dtype) -> Tensor:
     """x (M, K): normal, with the checked rows at the beginning, the end and in between."""
     x = torch.randn(M, weight.K, generator=torch.Generator().manual_seed(M)).to(dtype)
-    for row, m in zip(weight.rows, _checked(M), strict=False):
+    for row, m in zip(weight.rows, checked_places(M), strict=False):
         x[m] = row.to(dtype)
     return x
 
 
-def _checked(M: int) -> list[int]:
+def checked_places(M: int) -> list[int]:
+    """Which rows of M are checked: at most CHECKED_ROWS."""
     return sorted({0, M // 3, 2 * M // 3, M - 1})
 
 
@@ -93,7 +112,7 @@ def check_result(name: str, call: Callable[[int], Tensor], weight: Weight, M: in
         WrongResult: an output is off by more than 2 % of the largest one.
     """
     got = call(0)
-    places = _checked(M)
+    places = checked_places(M)
     want = weight.want[: len(places)]
     if tuple(got.shape) != (M, weight.N):
         raise WrongResult(f"bench: {name} returned shape {list(got.shape)}, expected {[M, weight.N]}; it is not timed")

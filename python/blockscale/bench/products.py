@@ -7,20 +7,19 @@ are timed in the same rounds, and every share is a median of paired ratios.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .. import diagnostics, ops
+from .. import ops
 from . import roofline
 from .inputs import Weight, WrongResult, activations, check_result
 from .measure import Samples, interleave, paired
 from .peers import Loaded, Peer
 from .peers.own import Blockscale
 from .peers.torch_linear import TorchBf16
-from .rows import row
+from .rows import identity, row
 from .settings import X_TYPES, Session
 
 __all__ = ["PEAK", "READ", "Products"]
@@ -37,25 +36,19 @@ class Products:
         weight: from :func:`blockscale.bench.inputs.make_weight`.
         x: one of ``X_TYPES``.
         peers: those that refuse the weight or x are left out.
-        identity: fields of every row: table, shape.
+        table, shape: for the rows.
     """
 
     def __init__(
-        self, session: Session, weight: Weight, x: str, peers: Sequence[Peer], identity: dict[str, Any]
+        self, session: Session, weight: Weight, x: str, peers: Sequence[Peer], table: str, shape: object
     ) -> None:
         self.session, self.weight, self.x = session, weight, X_TYPES[x]
         self.peers = [peer for peer in peers if not peer.refusal(weight, self.x, 1)]
         self.loaded: dict[str, Loaded] = {peer.name: peer.load(weight, self.x) for peer in self.peers}
         copies = weight.copies()
         self.read_from = [ops.convert_weight_packed(weight.codes) for _ in range(copies)]
-        self.identity = {
-            **identity,
-            "N": weight.N,
-            "K": weight.K,
-            "x": x,
-            "block": "x".join(map(str, weight.block_size)),
-            "isa": diagnostics.isa_info()["active"],
-        }
+        self.table, self.shape, self.x_name = table, shape, x
+        self.block = "x".join(map(str, weight.block_size))
 
     def time(self, M: int, threads: int) -> Iterator[dict[str, Any]]:
         """A row for each peer whose result is right; the first is the library's.
@@ -96,25 +89,23 @@ class Products:
 
     def _row(self, peer: Peer, M: int, threads: int, samples: dict[str, Samples], peak_flops: int) -> dict[str, Any]:
         own, (N, K) = samples[peer.name], (self.weight.N, self.weight.K)
-        flops, weight_bytes = 2 * M * N * K, N * K
-        scale_bytes = self.weight.scales.numel() * 4
-        read_share = (weight_bytes + scale_bytes) / weight_bytes
-        # Of each round: the time that the limit allows over the time taken.
-        memory = [r * read_share / t for r, t in zip(samples[READ].seconds, own.seconds, strict=True)]
-        measured: dict[str, float | None] = {
+        flops = 2 * M * N * K
+        read_share = 1 + self.weight.scales.numel() * 4 / (N * K)
+        memory = [seconds * read_share for seconds in samples[READ].seconds]
+        measured: dict[str, float] = {
             "gflops": flops / own.median / 1e9,
             "gbps": N * K * peer.bytes_per_weight / own.median / 1e9,
             "of_dram_read": paired(samples[READ], own),
-            "of_peak": None,
-            "of_roofline": None,
-            "speedup_torch_bf16": None,
         }
         if peak_flops:
-            compute = [flops / peak_flops * p / t for p, t in zip(samples[PEAK].seconds, own.seconds, strict=True)]
-            measured["of_peak"] = statistics.median(compute)
-            measured["of_roofline"] = statistics.median(map(max, memory, compute))
+            compute = [seconds * flops / peak_flops for seconds in samples[PEAK].seconds]
+            limit = Samples(list(map(max, memory, compute)))
+            measured["of_peak"] = paired(Samples(compute), own)
+            measured["of_roofline"] = paired(limit, own)
+            measured["roofline_us"] = limit.median * 1e6
         if TorchBf16.name in samples:
             measured["speedup_torch_bf16"] = paired(samples[TorchBf16.name], own)
         if peer.name != Blockscale.name:
             measured["blockscale_speedup"] = paired(own, samples[Blockscale.name])
-        return row({**self.identity, "M": M, "threads": threads, "kernel": peer.name}, own, **measured)
+        where = identity(self.table, self.shape, M, N, K, threads, x=self.x_name, block=self.block)
+        return row({**where, "kernel": peer.name}, own, **measured)

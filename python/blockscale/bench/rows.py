@@ -6,16 +6,23 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .. import diagnostics
 from .measure import Samples
 
-__all__ = ["IDENTITY", "merge_runs", "name_of", "row"]
+__all__ = ["IDENTITY", "identity", "merge_runs", "name_of", "row"]
 
 # What tells rows apart; all other fields are measured.
-IDENTITY = ("table", "shape", "M", "N", "K", "x", "block", "isa", "threads", "kernel")
+IDENTITY = ("table", "shape", "M", "N", "K", "layers", "x", "block", "isa", "threads", "kernel")
 
 
-def row(identity: Mapping[str, Any], samples: Samples, **measured: float | None) -> dict[str, Any]:
-    """A benchmark entry: real_time and cpu_time are medians in microseconds; None among ``measured`` is left out."""
+def identity(table: str, shape: object, M: int, N: int, K: int, threads: int, **more: str | int) -> dict[str, Any]:
+    """The fields that all rows have, under the active instruction set; ``more``: x, block, layers."""
+    isa = diagnostics.isa_info()["active"]
+    return {"table": table, "shape": str(shape), "M": M, "N": N, "K": K, "threads": threads, "isa": isa, **more}
+
+
+def row(identity: Mapping[str, Any], samples: Samples, **measured: float) -> dict[str, Any]:
+    """A benchmark entry: real_time and cpu_time are medians in microseconds, ``measured`` are counters."""
     fields = {key: identity[key] for key in IDENTITY if key in identity}
     return {
         "name": name_of(fields),
@@ -30,7 +37,7 @@ def row(identity: Mapping[str, Any], samples: Samples, **measured: float | None)
         "time_unit": "us",
         "iqr": samples.iqr * 1e6,
         **fields,
-        **{key: value for key, value in measured.items() if value is not None},
+        **measured,
     }
 
 

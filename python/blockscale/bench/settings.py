@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +51,9 @@ class Session:
         return self.settings.M or ([1, 3] if self.settings.quick else list(default))
 
     def threads(self, default: Sequence[int] = (1, 2)) -> list[int]:
-        return self.settings.threads or list(default)
+        """Numbers of threads; of the default those for which there are CPUs."""
+        cpus = len(os.sched_getaffinity(0))
+        return self.settings.threads or [count for count in default if count <= cpus]
 
     def x_types(self, default: Sequence[str] = ("bf16",)) -> list[str]:
         return self.settings.x or list(default)

@@ -10,10 +10,10 @@ from ..measure import geometric_mean
 from ..peers.own import Blockscale
 from ..products import Products
 from ..settings import Session
-from ..shapes import MODELS
+from ..shapes import MODELS, find_shapes
 from .base import Grid, Table, Verdict
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "Peers"]
 
 # Required share of a limit measured in the same rounds, geometric mean over the shapes, by M.
 _OF_DRAM_READ = {1: 1.0, 4: 0.85}
@@ -30,17 +30,18 @@ _AGAINST: dict[str, tuple[Callable[[int], float], float]] = {
 class Linear(Table):
     name = "linear"
     title = "Linear layers of Qwen3-0.6B, Qwen3-8B and DeepSeek-V3"
+    default_shapes = tuple(shape for model in MODELS.values() for shape in model)
+    default_rows = (1, 4, 8, 16, 32, 64, 512)
 
     def measure(self, session: Session) -> Iterator[dict[str, Any]]:
-        for shape in session.shapes([shape for model in MODELS.values() for shape in model]):
-            identity = {"table": self.name, "shape": str(shape)}
+        for shape in session.shapes(self.default_shapes):
             for block in session.blocks():
                 weight = session.weight(shape, block)
                 for x in session.x_types():
-                    products = Products(session, weight, x, session.peers, identity)
+                    products = Products(session, weight, x, session.peers, self.name, shape)
                     for threads in session.threads():
                         roofline.warm_up(threads)
-                        for M in session.rows([1, 4, 8, 16, 32, 64, 512]):
+                        for M in session.rows(self.default_rows):
                             yield from products.time(M, threads)
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> list[Grid]:
@@ -100,6 +101,22 @@ class Linear(Table):
                     shape = min(theirs, key=theirs.__getitem__)
                     got = theirs[shape]
                     yield Verdict(f"{where}, worst shape", f"{worst:.2f}", f"{got:.2f} ({shape})", got >= worst)
+
+
+class Peers(Linear):
+    """One middle-sized shape of each model, for all peers that are there."""
+
+    name = "peers"
+    title = "All peers on one shape of each model"
+    default_shapes = tuple(
+        shape
+        for name in ("qwen3-0.6b.gate_up_proj", "qwen3-8b.qkv_proj", "deepseek-v3.q_b_proj")
+        for shape in find_shapes(name)
+    )
+    default_rows = (1, 4, 16, 64, 512)
+
+    def verdicts(self, rows: Sequence[dict[str, Any]]) -> list[Verdict]:
+        return []
 
 
 def _mean_and_worst(rows: Sequence[dict[str, Any]], field: str) -> str:
