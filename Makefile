@@ -12,6 +12,10 @@ TORCH_PIP_ARGS ?=
 CAPS := scalar avx2 avx512 avx512_vbmi none
 # Sanitizers of csrc-tests-sanitized; SANITIZE=thread is worth a run after a change of the driver.
 SANITIZE ?= address,undefined
+# More arguments for `make bench`, e.g. BENCH_ARGS="--quick --out build/bench" or BENCH_ARGS="--runs 1".
+BENCH_ARGS ?=
+# A library with proto_pack and proto_mm as a peer of `make bench`.
+YARDSTICK ?=
 # The default's build folder is the one that test-amx uses.
 SANITIZED := $(if $(filter $(SANITIZE),address$(,)undefined),sanitized,$(subst $(,),-,$(SANITIZE)))
 JOBS := $(shell nproc)
@@ -34,7 +38,12 @@ BUILD_KEY := $(call key,find $(BUILD_FILES) -type f | LC_ALL=C sort | xargs sha2
 TOOLS := $(VENV)/stamps/tools-$(TOOLS_KEY)
 TEST_TOOLS := $(VENV)/stamps/test-$(TOOLS_KEY)
 DEMO_TOOLS := $(VENV)/stamps/demo-$(TOOLS_KEY)
+BENCH_TOOLS := $(VENV)/stamps/bench-$(TOOLS_KEY)
+BENCH_FOLDER := .cache/bench
+PEERS_KEY := $(call key,find benchmarks/onednn benchmarks/setup_peers.py -type f | LC_ALL=C sort | xargs sha256sum; echo $(TOOLS_KEY))
+BENCH_PEERS := $(BENCH_FOLDER)/peers-$(PEERS_KEY)
 LIBRARY := python/blockscale/_C.so
+BENCH_LIBRARY := python/blockscale/_bench.so
 BUILT := $(VENV)/stamps/built-$(BUILD_KEY)
 
 # $(call system,COMMAND THAT SUCCEEDS IF IT IS THERE,PACKAGES)
@@ -49,7 +58,8 @@ define system
   fi; }
 endef
 
-.PHONY: help demo test build csrc-tests csrc-tests-sanitized python-tests isa-tests test-amx clean distclean
+.PHONY: help demo test build csrc-tests csrc-tests-sanitized python-tests isa-tests test-amx bench bench-peers bench-llama \
+  bench-kernels clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +67,8 @@ help:
 	@echo "make test    build, then all tests: C++, C++ with sanitizers, Python, Python once per instruction set"
 	@echo "make build   virtual environment, torch $(TORCH), the library, an editable install"
 	@echo "make csrc-tests | csrc-tests-sanitized | python-tests | isa-tests | test-amx    one part of make test"
+	@echo "make bench   measure everything against its peers and write BENCHMARKS.md (about 20 minutes on two cores)"
+	@echo "make bench-kernels    one kernel at a time with google-benchmark; make bench-llama: llama.cpp as one more peer"
 	@echo "make clean   remove what was built; make distclean: the virtual environment and the demo's model, too"
 	@echo "BLOCKSCALE_MAX_ISA=avx2 make demo    the same on a lower instruction set (scalar, avx2, avx512, ...)"
 
@@ -97,9 +109,19 @@ $(BUILT): $(TOOLS)
 	  || { cat build/build.log >&2; exit 1; }
 	@rm -f $(VENV)/stamps/built-* && touch $@
 
+$(BENCH_TOOLS): $(TOOLS)
+	$(call system,test -f "$$($(BIN)/python -c '$(INCLUDE_PATH)')/Python.h" && ldconfig -p | grep -q libnuma.so.1,python3-dev libnuma1)
+	@echo "Installing what draws and builds for the benchmarks ..."
+	@$(INSTALL) matplotlib pybind11
+	@touch $@
+
+$(BENCH_PEERS): $(BENCH_TOOLS)
+	@$(BIN)/python benchmarks/setup_peers.py $(BENCH_FOLDER)
+	@rm -f $(BENCH_FOLDER)/peers-* && touch $@
+
 # The library may have been removed while its stamp stayed.
 build: $(BUILT)
-	@test -f $(LIBRARY) || { rm -f $(BUILT) && $(MAKE) --no-print-directory $(BUILT); }
+	@test -f $(LIBRARY) -a -f $(BENCH_LIBRARY) || { rm -f $(BUILT) && $(MAKE) --no-print-directory $(BUILT); }
 
 demo: build $(DEMO_TOOLS)
 	@$(BIN)/python demo/demo.py
@@ -149,8 +171,24 @@ test: build $(TEST_TOOLS)
 	if [ -n "$$failed" ]; then echo "make test: FAILED:$$failed"; exit 1; fi; \
 	echo "make test: all $$passed parts passed"
 
+bench-peers: $(BENCH_PEERS)
+
+bench-llama: $(BENCH_PEERS)
+	@$(BIN)/python benchmarks/setup_peers.py $(BENCH_FOLDER) llama.cpp
+
+bench: build $(BENCH_PEERS)
+	@$(BIN)/python benchmarks/report.py --peers $$(cat $(BENCH_FOLDER)/peers.txt) \
+	  $(if $(YARDSTICK),yardstick=$(YARDSTICK)) $(BENCH_ARGS)
+
+bench-kernels: $(TOOLS)
+	$(call system,g++ -E -x c++ -include benchmark/benchmark.h /dev/null,libbenchmark-dev)
+	@mkdir -p build && { cmake -G Ninja -S . -B build/bench-kernels -DBLOCKSCALE_BUILD_BENCHMARKS=ON \
+	  -DBLOCKSCALE_BUILD_OPS=OFF && cmake --build build/bench-kernels -j $(JOBS); } >build/bench-kernels.log 2>&1 \
+	  || { cat build/bench-kernels.log >&2; exit 1; }
+	@build/bench-kernels/benchmarks/bench_kernels $(BENCH_ARGS)
+
 clean:
-	rm -rf build dist python/*.egg-info $(LIBRARY) $(VENV)/stamps/built-*
+	rm -rf build dist python/*.egg-info $(LIBRARY) $(BENCH_LIBRARY) $(VENV)/stamps/built-*
 
 distclean: clean
 	rm -rf $(VENV) .cache

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from . import report, suite
+from . import plots, report, suite
 from .peers import PEERS
 from .settings import X_TYPES, Settings
 from .shapes import MODELS, find_shapes
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=_checked(_positive), default=1, help="whole runs whose medians are reported; default: 1")
     add("--quick", action="store_true", help="tiny sizes and few rounds, to see that everything works")
     add("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it beside the text")
-    add("--plot", metavar="FILE", help="draw the first table that has a plot: .png, .svg or .pdf")
+    add("--plot", metavar="FILE", help="draw linear and growth into this file: .png, .svg or .pdf")
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -62,7 +62,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
         seconds=options.seconds,
         quick=options.quick,
     )
+    if options.plot:
+        plots.require()
     result = suite.run(tables, settings, isas=options.isa, runs=options.runs)
+    if options.plot:
+        plots.draw(result, options.plot)
     if options.json not in (None, "-"):
         Path(options.json).write_text(json.dumps(result, indent=1))
         options.json = None
