@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ISA_FOLDER = ROOT / "csrc" / "isa"
 KERNEL_FILES = sorted(path for path in ISA_FOLDER.glob("*.cpp") if path.name != "isa.cpp")
 LIBRARY = Path(blockscale.__file__).with_name("_C.so")
+BENCH_LIBRARY = LIBRARY.with_name("_bench.so")
 RUNTIMES = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "ld-linux-x86-64.so.2"}
 TORCH_LIBRARIES = {"libtorch_cpu.so", "libtorch.so", "libc10.so"}
 MEMORY_FUNCTIONS = {"memcpy", "memset", "memmove", "memcmp"}  # what a compiler may call on its own
@@ -148,24 +149,30 @@ def test_baseline_objects_use_no_vector_registers_beyond_sse(level, compiled, co
 
 
 # ------------------------------------------------------------------------------------------------------ the library
-def dynamic(tag: str) -> list[str]:
-    return re.findall(rf"\({tag}\).*\[([^\]]*)\]", output_of("readelf", "-d", "-W", LIBRARY))
+each_library = pytest.mark.parametrize("library", (LIBRARY, BENCH_LIBRARY), ids=lambda path: path.stem)
 
 
-def test_needed_libraries():
-    needed = set(dynamic("NEEDED"))
+def dynamic(library: Path, tag: str) -> list[str]:
+    return re.findall(rf"\({tag}\).*\[([^\]]*)\]", output_of("readelf", "-d", "-W", library))
+
+
+@each_library
+def test_needed_libraries(library):
+    needed = set(dynamic(library, "NEEDED"))
     assert needed <= TORCH_LIBRARIES | RUNTIMES
     assert "libtorch_cpu.so" in needed
 
 
-def test_no_path_of_the_build_machine_is_recorded():
-    assert dynamic("RPATH") == [] and dynamic("RUNPATH") == []
-    assert str(ROOT).encode() not in LIBRARY.read_bytes()
+@each_library
+def test_no_path_of_the_build_machine_is_recorded(library):
+    assert dynamic(library, "RPATH") == [] and dynamic(library, "RUNPATH") == []
+    assert str(ROOT).encode() not in library.read_bytes()
 
 
-def test_torch_is_used_through_its_stable_functions_alone():
+@each_library
+def test_torch_is_used_through_its_stable_functions_alone(library):
     """Undefined symbols without a version come from torch; those of the C and C++ runtimes carry one."""
-    lines = [line.split() for line in output_of("nm", "-D", "--undefined-only", LIBRARY).splitlines()]
+    lines = [line.split() for line in output_of("nm", "-D", "--undefined-only", library).splitlines()]
     unversioned = [name for kind, name in lines if kind == "U" and "@" not in name]
     assert unversioned
     assert [name for name in unversioned if not re.match(r"(aoti_)?torch_", name)] == []
@@ -173,6 +180,14 @@ def test_torch_is_used_through_its_stable_functions_alone():
 
 def test_nothing_is_exported():
     assert output_of("nm", "-D", "--defined-only", LIBRARY) == ""
+
+
+def test_the_limits_are_plain_functions():
+    """Nothing that could stand for a symbol of torch or of the op library: this one is loaded by ctypes alone."""
+    defined = [line.split()[-2:] for line in output_of("nm", "-D", "--defined-only", BENCH_LIBRARY).splitlines()]
+    functions = {name for kind, name in defined if kind == "T"}
+    assert functions == {f"blockscale_bench_{name}" for name in ("read", "copy", "multiply", "cycles")}
+    assert [name for kind, name in defined if kind in "WVu"] == []
 
 
 def test_one_openmp_runtime_in_the_process():

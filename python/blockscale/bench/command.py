@@ -22,6 +22,7 @@ _WHOLE = 2**31  # a block side that covers any weight
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``bench``. A wrong one is wrong usage: exit status 2."""
+    parser.usage = f"{parser.prog} [TABLE ...] [options]"  # tables first: an option that takes several would have them
     names = f"{', '.join(TABLES)}, or all"
     add = parser.add_argument
     add("tables", nargs="*", type=_checked(_table), metavar="TABLE", help=f"{names}; default: linear")
