@@ -53,6 +53,8 @@ struct StripJob {
   bool first;     // totals start at zero
   bool last;      // write the output
   uint8_t* staged;
+  const uint8_t* codes;  // of the strip
+  bool full;             // 16 columns that share their scales, and every unit kUnitK deep
 
   // Scales of the strip: one for all columns, 16 adjacent ones, or one offset per column.
   const float* scales;
@@ -102,7 +104,7 @@ BLOCKSCALE_INLINE int64_t cut_units(const LinearTask& task, int64_t k_begin, int
 template <class X>
 BLOCKSCALE_INLINE const uint8_t* unit_codes(const StripJob<X>& job, const Unit& unit, int slot) {
   if (!unit.staged && job.columns == kStripColumns) {
-    return job.task->weight + job.strip * kStripColumns * job.task->K + unit.k_begin * kStripColumns;
+    return job.codes + unit.k_begin * kStripColumns;
   }
   uint8_t* staged = job.staged + slot * kStagedUnitBytes;
   stage_codes(*job.task, job.strip, job.columns, unit.k_begin, unit.k_begin + unit.depth, unit.k_begin / 4 * 4, staged);
@@ -113,10 +115,10 @@ __attribute__((noinline)) void gather_scales(const float* scales, const int64_t*
   for (int c = 0; c < kStripColumns; ++c) lanes[c] = scales[offsets[c]];
 }
 
-template <class V, class X>
+template <class V, bool Uniform, class X>
 BLOCKSCALE_INLINE typename V::Scale unit_scale(const StripJob<X>& job, const Unit& unit, float* lanes) {
   const float* scales = job.scales + unit.k_block * job.task->scale_stride_k;
-  if (job.uniform) return V::Scale::of_strip(*scales);
+  if (Uniform || job.uniform) return V::Scale::of_strip(*scales);
   if (job.adjacent) return V::Scale::of_columns(scales);
   gather_scales(scales, job.scale_lanes, lanes);
   return V::Scale::of_columns(lanes);
@@ -147,25 +149,51 @@ BLOCKSCALE_INLINE void finish_row(const StripJob<X>& job, int m, typename V::Row
   }
 }
 
+// Codes, packed x and quads of the jobs' units. Where every unit is kUnitK deep and its codes are read in place, all
+// are known from the unit's number: that is worth 60 cycles a unit, of 160 at M = 1.
+template <class V, int MR, bool Full>
+struct UnitReader {
+  static constexpr int kQuadX = MR * V::kXPerQuadRow;
+  const StripJob<typename V::X>* jobs;
+  int64_t first_k = jobs[0].units[0].k_begin;
+
+  BLOCKSCALE_INLINE const uint8_t* codes(int s, int u, int slot) const {
+    if constexpr (Full) {
+      const StripJob<typename V::X>& job = jobs[s];
+      return job.codes + (first_k + int64_t{kUnitK} * u) * kStripColumns;
+    } else {
+      return unit_codes(jobs[s], jobs[0].units[u], slot);
+    }
+  }
+  BLOCKSCALE_INLINE const typename V::X* x(int u) const {
+    return jobs[0].x + (Full ? int64_t{kUnitK / 4} * u : jobs[0].units[u].x_quad) * kQuadX;
+  }
+  BLOCKSCALE_INLINE int quads(int u) const { return Full ? kUnitK / 4 : jobs[0].units[u].quads; }
+};
+
 // MR rows x NS strips x NU units from unit u on, side by side.
-template <class V, class F, int MR, int NS, int NU>
-BLOCKSCALE_INLINE void multiply_units(const StripJob<typename V::X>* jobs, int u,
+template <class V, class F, int MR, int NS, int NU, bool Full>
+BLOCKSCALE_INLINE void multiply_units(const StripJob<typename V::X>* jobs, const UnitReader<V, MR, Full>& reader, int u,
                                       const typename V::template Decoder<F>& decoder) {
-  constexpr int kQuadX = MR * V::kXPerQuadRow;
   constexpr int kParts = V::template parts<MR>();
-  const Unit* units = jobs[0].units + u;
   const uint8_t* codes[NU][NS];
+  const uint8_t* ahead[NS];
   const typename V::X* x[NU];
+  int common = reader.quads(u);  // that all of them have
   BLOCKSCALE_UNROLL
   for (int i = 0; i < NU; ++i) {
     BLOCKSCALE_UNROLL
-    for (int s = 0; s < NS; ++s) {
-      codes[i][s] = unit_codes(jobs[s], units[i], i * NS + s);
-    }
-    x[i] = jobs[0].x + static_cast<int64_t>(units[i].x_quad) * kQuadX;
+    for (int s = 0; s < NS; ++s) codes[i][s] = reader.codes(s, u + i, i * NS + s);
+    x[i] = reader.x(u + i);
+    if (reader.quads(u + i) < common) common = reader.quads(u + i);
   }
-  int common = units[0].quads;  // that all of them have
-  for (int i = 1; i < NU; ++i) common = units[i].quads < common ? units[i].quads : common;
+  // Codes to prefetch: the strip's next ones, and after its end those of the strip that follows the last of these.
+  const int64_t strip_bytes = jobs[0].task->K * kStripColumns;
+  BLOCKSCALE_UNROLL
+  for (int s = 0; s < NS; ++s) {
+    ahead[s] = codes[0][s] + V::template prefetch_bytes<MR, NS>();
+    if (ahead[s] >= jobs[s].codes + strip_bytes) ahead[s] += (NS - 1) * strip_bytes;
+  }
   for (int part = 0; part < kParts; ++part) {
     typename V::template Chains<MR, NS> chains[NU];
     BLOCKSCALE_UNROLL
@@ -174,65 +202,70 @@ BLOCKSCALE_INLINE void multiply_units(const StripJob<typename V::X>* jobs, int u
       const uint8_t* step_codes[NS];
       BLOCKSCALE_UNROLL
       for (int s = 0; s < NS; ++s) step_codes[s] = codes[i][s] + 64 * q + part * (64 / kParts);
-      chains[i].step(decoder, step_codes, x[i] + q * kQuadX);
+      chains[i].step(decoder, step_codes, x[i] + q * (MR * V::kXPerQuadRow));
     };
     for (int q = 0; q < common; ++q) {
       if (part == 0) {
-        // In stream order, from the first unit's bytes on: one prefetch for each 64 bytes that this step consumes.
+        // In stream order: one prefetch for each 64 bytes that this step consumes.
         BLOCKSCALE_UNROLL
         for (int s = 0; s < NS; ++s) {
           BLOCKSCALE_UNROLL
-          for (int i = 0; i < NU; ++i) {
-            __builtin_prefetch(codes[0][s] + V::template prefetch_bytes<MR, NS>() + 64 * (NU * q + i));
-          }
+          for (int i = 0; i < NU; ++i) __builtin_prefetch(ahead[s] + 64 * (NU * q + i));
         }
       }
       BLOCKSCALE_UNROLL
       for (int i = 0; i < NU; ++i) step(i, q);
     }
-    if constexpr (NU > 1) {
+    if constexpr (NU > 1 && !Full) {
       BLOCKSCALE_UNROLL
       for (int i = 0; i < NU; ++i) {
-        for (int q = common; q < units[i].quads; ++q) step(i, q);
+        for (int q = common; q < reader.quads(u + i); ++q) step(i, q);
       }
     }
     BLOCKSCALE_UNROLL
     for (int i = 0; i < NU; ++i) {
+      const Unit& unit = jobs[0].units[u + i];
       alignas(64) float lanes[kStripColumns];
       float rows[MR];
-      const float* x_scales = row_scales(jobs[0], units[i], MR, rows);
+      const float* x_scales = row_scales(jobs[0], unit, MR, rows);
       BLOCKSCALE_UNROLL
       for (int s = 0; s < NS; ++s) {
-        chains[i].fold(s, part, unit_scale<V>(jobs[s], units[i], lanes), x_scales, jobs[s].totals);
+        chains[i].fold(s, part, unit_scale<V, Full>(jobs[s], unit, lanes), x_scales, jobs[s].totals);
       }
     }
   }
 }
 
 // MR rows x NS strips (jobs[0 .. NS-1]) x the jobs' units.
-template <class V, class F, int MR, int NS>
+template <class V, class F, int MR, int NS, bool Full>
 void multiply_strips(const StripJob<typename V::X>* jobs) {
   constexpr int kUnits = V::template side_by_side<MR, NS>();
   const typename V::template Decoder<F> decoder(jobs[0].exact_products);
   if (jobs[0].first) {
-    for (int s = 0; s < NS; ++s) __builtin_memset(jobs[s].totals, 0, MR * V::kTotalsPerRow * sizeof(float));
+    for (int s = 0; s < NS; ++s) V::template clear<MR>(jobs[s].totals);
   }
+  const UnitReader<V, MR, Full> reader{jobs};
   const int count = jobs[0].unit_count;
-  for (int u = 0; u < count;) {
-    if constexpr (kUnits > 1) {
-      if (u + kUnits <= count) {
-        multiply_units<V, F, MR, NS, kUnits>(jobs, u, decoder);
-        u += kUnits;
-        continue;
-      }
-    }
-    multiply_units<V, F, MR, NS, 1>(jobs, u, decoder);
-    ++u;
+  int u = 0;
+  for (; u + kUnits <= count; u += kUnits) multiply_units<V, F, MR, NS, kUnits>(jobs, reader, u, decoder);
+  if constexpr (kUnits > 1) {
+    for (; u < count; ++u) multiply_units<V, F, MR, NS, 1>(jobs, reader, u, decoder);
   }
   if (jobs[0].last) {
     for (int s = 0; s < NS; ++s) {
       for (int m = 0; m < MR; ++m) finish_row<V>(jobs[s], m, V::template row<MR>(jobs[s].totals, m));
     }
+  }
+}
+
+template <class V, class F, int MR, int NS>
+BLOCKSCALE_INLINE void multiply_strips(const StripJob<typename V::X>* jobs) {
+  bool full = jobs[0].full;
+  for (int s = 1; s < NS; ++s) full &= jobs[s].full;
+  if (full) {
+    multiply_strips<V, F, MR, NS, true>(jobs);
+  } else {
+    multiply_strips<V, F, MR, NS, false>(jobs);
   }
 }
 
@@ -264,9 +297,11 @@ BLOCKSCALE_INLINE void enter_strip(const LinearTask& task, int64_t strip, StripJ
       job->scale_lanes[c] = (column / task.block_n - scale_row) * task.scale_stride_n;
     }
   }
+  job->codes = task.weight + n * task.K;
+  job->full = job->uniform && job->columns == kStripColumns && task.K % kUnitK == 0 && task.block_k % kUnitK == 0;
   job->bias = task.bias ? job->bias_lanes : nullptr;
-  for (int c = 0; c < kStripColumns; ++c) {
-    job->bias_lanes[c] = task.bias && c < job->columns ? load_float(task.bias, task.bias_type, n + c) : 0.0f;
+  for (int c = 0; task.bias && c < kStripColumns; ++c) {
+    job->bias_lanes[c] = c < job->columns ? load_float(task.bias, task.bias_type, n + c) : 0.0f;
   }
 }
 

@@ -181,14 +181,14 @@ void multiply_strips(const StripJob<uint8_t>* jobs, int rows) {
     RowsAvx512::Scale scales[Strips];
     for (int s = 0; s < Strips; ++s) {
       const StripJob<uint8_t>& job = jobs[s];
-      const uint8_t* codes = job.task->weight + job.strip * kStripColumns * job.task->K + unit.k_begin * kStripColumns;
+      const uint8_t* codes = job.codes + unit.k_begin * kStripColumns;
       if (unit.staged || job.columns < kStripColumns) {
         stage_codes(*job.task, job.strip, job.columns, unit.k_begin, unit.k_begin + unit.depth, unit.k_begin,
                     job.staged);
         codes = job.staged;
       }
       decode_tiles(decoder, codes, unit, decoded + s * kUnitTiles * kTileBytes);
-      scales[s] = unit_scale<RowsAvx512>(job, unit, lanes);
+      scales[s] = unit_scale<RowsAvx512, false>(job, unit, lanes);
     }
     publish(decoded);
     float row_buffer[kBlockRows];

@@ -76,6 +76,11 @@ struct VecAvx512Bf16 : RowsAvx512 {
   };
 
   template <int MR>
+  BLOCKSCALE_INLINE static void clear(float* totals) {
+    BLOCKSCALE_UNROLL
+    for (int m = 0; m < MR; ++m) _mm512_store_ps(totals + 16 * m, _mm512_setzero_ps());
+  }
+  template <int MR>
   BLOCKSCALE_INLINE static Row row(const float* totals, int m) {
     return _mm512_load_ps(totals + 16 * m);
   }

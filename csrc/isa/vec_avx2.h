@@ -149,6 +149,11 @@ struct VecAvx2 {
   };
 
   // Totals are, by row and group of 4 columns, (even, odd) of each column.
+  template <int MR>
+  BLOCKSCALE_INLINE static void clear(float* totals) {
+    BLOCKSCALE_UNROLL
+    for (int m = 0; m < 4 * MR; ++m) _mm256_store_ps(totals + 8 * m, _mm256_setzero_ps());
+  }
   template <int>
   BLOCKSCALE_INLINE static Row row(const float* totals, int m) {
     Row result;

@@ -218,6 +218,11 @@ struct VecAvx512 : RowsAvx512 {
 
   // Totals are [even, odd][row][column].
   template <int MR>
+  BLOCKSCALE_INLINE static void clear(float* totals) {
+    BLOCKSCALE_UNROLL
+    for (int m = 0; m < 2 * MR; ++m) _mm512_store_ps(totals + 16 * m, _mm512_setzero_ps());
+  }
+  template <int MR>
   BLOCKSCALE_INLINE static Row row(const float* totals, int m) {
     return _mm512_add_ps(_mm512_load_ps(totals + 16 * m), _mm512_load_ps(totals + 16 * (MR + m)));
   }

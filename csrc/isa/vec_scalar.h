@@ -126,6 +126,10 @@ struct VecScalar {
 
   // Totals are [even, odd][row][column].
   template <int MR>
+  static void clear(float* totals) {
+    for (int i = 0; i < MR * kTotalsPerRow; ++i) totals[i] = 0.0f;
+  }
+  template <int MR>
   static Row row(const float* totals, int m) {
     return add(load(totals + 16 * m), load(totals + 16 * (MR + m)));
   }
