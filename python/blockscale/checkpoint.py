@@ -317,6 +317,7 @@ def _quantized(
                 raise ValueError(f"quantize_checkpoint: `{name}` in {path} can't be converted: {error}") from error
             yield name, codes
             yield name + "_scale_inv", scales
+            del codes, scales  # else they would be there until the next layer's have been computed
         else:
             yield name, tensor
         bar.update(checkpoint.tensors[name].nbytes)

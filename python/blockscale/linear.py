@@ -2,7 +2,9 @@
 
 In memory the weight is packed for the kernels (uint8). A state dict holds what a checkpoint on disk holds: plain
 float8_e4m3fn ``weight``, contiguous float32 ``weight_scale_inv`` (it multiplies, whatever its name says) and ``bias``;
-a pickle holds plain codes too. Packed bytes never leave memory, so they can't be taken for plain codes.
+a pickle holds plain codes too. Packed bytes never leave memory, so they can't be taken for plain codes. The price: a
+state dict is no view of the layer, so that of a whole model holds all its codes once more. Loading one packs layer by
+layer.
 
 All of it runs on torch's thread pool, which does not survive a fork: a forked child of a process that has used it calls
 ``torch.set_num_threads(1)`` first, as for any parallel op of torch, also before ``state_dict()`` and copies.

@@ -107,7 +107,9 @@ def load_checkpoint(model: nn.Module, directory: str | PathLike[str]) -> nn.Modu
 
     Names, dtypes and shapes are checked before anything is changed. Tensors that are not FP8 layers are copied in
     place, into the dtype and device that the model has; parameters on meta get new tensors on the CPU. Tied parameters
-    stay tied. Hooks of a replaced layer are not carried over: register them afterwards.
+    stay tied. Hooks of a replaced layer are not carried over: register them afterwards. One layer is replaced at a time
+    and its old weight freed, unless something else holds it: beside the model there are one layer's codes at most, and
+    pages of the mapped files, which the kernel takes back when it needs them.
 
     Args:
         model: with the checkpoint's module names, on the CPU or on meta.
@@ -142,17 +144,8 @@ def load_checkpoint(model: nn.Module, directory: str | PathLike[str]) -> nn.Modu
         _check_layers(model, layers, aliases)
         _check_plain(model, checkpoint, plain, aliases)
         _check_complete(model, [*layers.weights, *plain], aliases)
-        replacements: dict[nn.Module, BlockScaledLinear] = {}
         for name in layers.weights:
-            loaded = layers.load(name)
-            for alias in aliases[name]:
-                linear: Any = model.get_submodule(alias.rpartition(".")[0])
-                replacements[linear] = _in_place_of(linear, loaded)
-        for module in list(model.modules()):
-            for child_name, child in list(module._modules.items()):
-                if child in replacements:
-                    setattr(module, child_name, replacements[child])
-        model = replacements.get(model, model)
+            model = _replace(model, aliases[name], layers.load(name))
         for name in plain:
             _copy(model, aliases[name], checkpoint.load(name))
     return model
@@ -264,6 +257,26 @@ def _listed(names: list[str]) -> str:
 def _get(model: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
     return getattr(model.get_submodule(owner), leaf)
+
+
+def _replace(model: nn.Module, names: list[str], loaded: BlockScaledLinear) -> nn.Module:
+    """Layers like ``loaded`` in the place of those whose weights have ``names``; at once, so that theirs are freed.
+
+    Returns ``model``, or the new layer where it is the model itself.
+    """
+    layers: dict[nn.Module, BlockScaledLinear] = {}
+    places = []
+    for name in names:
+        path = name.rpartition(".")[0]
+        linear: Any = model.get_submodule(path)
+        if linear not in layers:  # it may be found under several names
+            layers[linear] = _in_place_of(linear, loaded)
+        owner, _, child = path.rpartition(".")
+        if child:
+            places.append((model.get_submodule(owner), child, layers[linear]))
+    for module, child, layer in places:
+        setattr(module, child, layer)
+    return layers.get(model, model)
 
 
 def _in_place_of(linear: nn.Linear | BlockScaledLinear, loaded: BlockScaledLinear) -> BlockScaledLinear:

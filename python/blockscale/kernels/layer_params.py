@@ -43,6 +43,7 @@ WEIGHT_SCALE = "weight_scale"
 WEIGHT_SCALE_INV = "weight_scale_inv"
 INPUT_SCALE = "input_scale"
 PREPARED = "_blockscale_prepared"  # set on a weight parameter that a kernel has brought into its form
+_CHECKED_AT_ONCE = 1 << 20  # codes
 _LOADER_PROPERTIES = ("weight_loader", "input_dim", "output_dim")
 SCALE_NAMES = (WEIGHT_SCALE_INV, WEIGHT_SCALE, "scale")
 
@@ -284,12 +285,23 @@ def _check_written(where: str, name: str, weight: Tensor, scales: Tensor, block_
     if wrong.any():
         at = wrong.nonzero()[0].tolist()
         refuse(where, f"{words}, finite and not negative", f"{scales[tuple(at)].item():g} at {at}")
-    if bool((scales == 0).any()):  # right for a block of zeros only
-        height, width = map(min, block_size, weight.shape)  # a block may be far larger than its weight
-        zero = (scales == 0).repeat_interleave(height, 0)[: weight.shape[0]]
-        zero = zero.repeat_interleave(width, 1)[:, : weight.shape[1]]
-        wrong = zero & ((weight.view(torch.uint8) & 0x7F) != 0)
+    zero = scales == 0
+    if not bool(zero.any()) or not weight.numel():  # zero is right for a block of zeros only
+        return
+    (N, K), (height, width) = weight.shape, map(min, block_size, weight.shape)  # a block may be far larger than both
+    # Some rows at a time: masks of a whole layer's codes would be three copies of it.
+    step = max(1, _CHECKED_AT_ONCE // max(K, 1))
+    block_columns = torch.arange(K, device=scales.device) // width
+    for first in range(0, N, step):
+        codes = weight[first : first + step].view(torch.uint8)
+        under = zero[torch.arange(first, first + codes.shape[0], device=scales.device) // height]
+        if not bool(under.any()):
+            continue
+        wrong = under[:, block_columns] & ((codes & 0x7F) != 0)
         if wrong.any():
             row, column = wrong.nonzero()[0].tolist()
-            at = [row // block_size[0], column // block_size[1]]
-            refuse(where, f"{words}, above zero where the weight is not zero", f"0 at {at}")
+            refuse(
+                where,
+                f"{words}, above zero where the weight is not zero",
+                f"0 at {[(first + row) // height, column // width]}",
+            )

@@ -157,7 +157,9 @@ def test_a_scale_that_was_never_written_is_an_error(poison, at):
     assert str(list(at)) in str(error.value)
 
 
-def test_a_zero_scale_is_right_only_over_zeros():
+@pytest.mark.parametrize("at_once", [1, 300 * 100, 1 << 20])
+def test_a_zero_scale_is_right_only_over_zeros(at_once, monkeypatch):
+    monkeypatch.setattr("blockscale.kernels.layer_params._CHECKED_AT_ONCE", at_once)
     layer = block_layer(300, 300)
     layer.weight.data.view(U8)[128:256, 256:] = torch.tensor(0x80).to(U8)  # minus zero
     layer.weight_scale_inv.data[1, 2] = 0
