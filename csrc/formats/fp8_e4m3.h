@@ -63,21 +63,27 @@ constexpr E4m3Floats e4m3_floats() {
 }
 constexpr E4m3Floats kE4m3Floats = e4m3_floats();
 
-// The same bytes as 16-entry tables for CPUs whose byte shuffle looks up 4 bits (AVX-512 without VBMI).
-// A code below 16 is looked up by its low nibble; from 16 on the bf16 value follows from the code by shifts:
-//   bits = (code << 4) + 0x3c00, so the low byte is code << 4 and the high byte is 0x3c + (code >> 4).
+// The same bytes as 16-entry tables for CPUs whose byte shuffle looks up 4 bits (AVX2, AVX-512 without VBMI). Codes
+// follow from shifts, bits = (code << 4) + 0x3c00, but for zero, the subnormals and NaN, which are corrected by XOR:
+//
+//   high byte = sign_high[code >> 4]  ^  special_high[index]       index = (2 (code + 1) mod 256 + 0xed + 1) / 2
+//   low byte  = (code << 4) & 0xf0    ^  special_low[index]
+//
+//   magnitude of the code   0x7f    0x00 .. 0x07   0x08 .. 0x7e
+//   index                   0x77    0x78 .. 0x7f   0x80 .. 0xf6     a shuffle looks up bits 0..3, or gives 0 for bit 7
 struct E4m3NibbleTables {
-  alignas(16) uint8_t sign_high[16];   // [code >> 4]: sign, and the high byte of codes from 16 on
-  alignas(16) uint8_t small_high[16];  // [code & 15]: the high byte of codes below 16
-  alignas(16) uint8_t small_low[16];   // [code & 15]: their low byte, XOR code << 4
+  alignas(16) uint8_t sign_high[16];
+  alignas(16) uint8_t special_high[16];
+  alignas(16) uint8_t special_low[16];
 };
 constexpr E4m3NibbleTables e4m3_nibble_tables() {
   E4m3NibbleTables tables{};
-  for (int i = 0; i < 16; ++i) {
-    const uint16_t small = e4m3_bf16_bits(static_cast<uint8_t>(i));
-    tables.sign_high[i] = static_cast<uint8_t>(((i & 7) ? 0x3c + (i & 7) : 0) | (i & 8) << 4);
-    tables.small_high[i] = static_cast<uint8_t>(small >> 8);
-    tables.small_low[i] = static_cast<uint8_t>((small & 0xff) ^ ((i << 4) & 0xff));
+  for (int i = 0; i < 16; ++i) tables.sign_high[i] = static_cast<uint8_t>((0x3c + (i & 7)) | (i & 8) << 4);
+  for (int i = 7; i < 16; ++i) {
+    const int code = i == 7 ? 0x7f : i - 8;
+    const uint16_t bits = e4m3_bf16_bits(static_cast<uint8_t>(code));
+    tables.special_high[i] = static_cast<uint8_t>((bits >> 8) ^ tables.sign_high[code >> 4]);
+    tables.special_low[i] = static_cast<uint8_t>((bits & 0xff) ^ ((code << 4) & 0xff));
   }
   return tables;
 }

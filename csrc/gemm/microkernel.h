@@ -242,7 +242,7 @@ void multiply_strips(const StripJob<typename V::X>* jobs) {
   constexpr int kUnits = V::template side_by_side<MR, NS>();
   const typename V::template Decoder<F> decoder(jobs[0].exact_products);
   if (jobs[0].first) {
-    for (int s = 0; s < NS; ++s) V::template clear<MR>(jobs[s].totals);
+    for (int s = 0; s < NS; ++s) V::clear(jobs[s].totals, MR);
   }
   const UnitReader<V, MR, Full> reader{jobs};
   const int count = jobs[0].unit_count;
@@ -253,7 +253,7 @@ void multiply_strips(const StripJob<typename V::X>* jobs) {
   }
   if (jobs[0].last) {
     for (int s = 0; s < NS; ++s) {
-      for (int m = 0; m < MR; ++m) finish_row<V>(jobs[s], m, V::template row<MR>(jobs[s].totals, m));
+      for (int m = 0; m < MR; ++m) finish_row<V>(jobs[s], m, V::row_of(jobs[s].totals + m * V::kTotalsPerRow));
     }
   }
 }
@@ -305,8 +305,15 @@ BLOCKSCALE_INLINE void enter_strip(const LinearTask& task, int64_t strip, StripJ
   }
 }
 
+// gemm/panel.h, for V::kPanels.
+template <class V, class F>
+void run_panels(const LinearTask& task);
+
 template <class V, class F>
 void run_linear(const LinearTask& task) {
+  if constexpr (V::kPanels) {
+    if (task.row_end - task.row_begin > task.rows_per_block) return run_panels<V, F>(task);
+  }
   using X = typename V::X;
   constexpr int64_t kXBytes = V::kXPerQuadRow * static_cast<int64_t>(sizeof(X));  // of one quad and row
   X* packed_x = reinterpret_cast<X*>(task.scratch);
@@ -367,28 +374,6 @@ void run_linear(const LinearTask& task) {
       } while (k < task.K);
     }
   }
-}
-
-// One row block of x as floats in the order that V::x_index gives: k outside a unit is zero in that unit's chunks.
-// Returns whether every product with a decoded weight is exact in fp32: 11 + 4 bits of mantissa, and below 2^119 * 2^9.
-template <class V>
-bool pack_x_as_float(const LinearTask& task, int64_t row, int rows, const Unit* units, int unit_count, float* packed) {
-  uint32_t largest = 0;
-  for (int u = 0; u < unit_count; ++u) {
-    const Unit& unit = units[u];
-    const int lead = static_cast<int>(unit.k_begin % 4);
-    float* out = packed + static_cast<int64_t>(unit.x_quad) * rows * 4;
-    for (int m = 0; m < rows; ++m) {
-      float values[kUnitK + 8] = {};
-      V::widen(task.x, task.x_type, (row + m) * task.x_stride + unit.k_begin, unit.depth, values + lead);
-      for (int k = 0; k < 4 * unit.quads; ++k) {
-        const uint32_t magnitude = float_bits(values[k]) & 0x7fffffffu;
-        largest = magnitude > largest ? magnitude : largest;
-        out[V::x_index(k, rows, m)] = values[k];
-      }
-    }
-  }
-  return task.x_type != FloatType::kF32 && largest < (119u + 127u) << 23;
 }
 
 }  // namespace

@@ -7,9 +7,9 @@ extern const KernelTable kernels_avx2;
 constexpr KernelTable kernels_avx2 = {
     /*bf16_x_only=*/false,
     VecAvx2::kMaxRows,
-    /*preferred_rows=*/8,
+    /*preferred_rows=*/6,
     /*row_granule=*/1,
-    "8 rows x 4 columns of (even, odd) chains are 8 of 16 registers, beside decoded codes and x; 9 rows spill",
+    "6 rows x 8 columns of (even, odd) chains are 12 of 16 registers, beside 2 of decoded codes and x; 7 rows spill",
     {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecAvx2, type>,
 #include "formats/formats.inc"

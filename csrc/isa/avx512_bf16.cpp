@@ -5,7 +5,62 @@
 namespace blockscale {
 namespace {
 
+// Transposes 16 rows of 16 dwords.
+BLOCKSCALE_INLINE void transpose_dwords(__m512i (&row)[16]) {
+  __m512i t[16];
+  BLOCKSCALE_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+  BLOCKSCALE_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    row[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    row[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    row[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    row[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // row[4 i + j] holds dword 4 l + j of rows 4 i .. 4 i + 3 in lane l.
+  BLOCKSCALE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    const __m512i low02 = _mm512_shuffle_i32x4(row[j], row[4 + j], 0x88),
+                  low13 = _mm512_shuffle_i32x4(row[j], row[4 + j], 0xdd);
+    const __m512i high02 = _mm512_shuffle_i32x4(row[8 + j], row[12 + j], 0x88),
+                  high13 = _mm512_shuffle_i32x4(row[8 + j], row[12 + j], 0xdd);
+    t[j] = _mm512_shuffle_i32x4(low02, high02, 0x88);
+    t[8 + j] = _mm512_shuffle_i32x4(low02, high02, 0xdd);
+    t[4 + j] = _mm512_shuffle_i32x4(low13, high13, 0x88);
+    t[12 + j] = _mm512_shuffle_i32x4(low13, high13, 0xdd);
+  }
+  BLOCKSCALE_UNROLL
+  for (int i = 0; i < 16; ++i) row[i] = t[i];
+}
+
+// out[i * rows + m] = dword i of row m, for i < count and m < rows <= 16; load(m, i) gives dwords i .. i + 15 of row m.
+template <class Load>
+BLOCKSCALE_INLINE void pack_rows(uint32_t* out, int rows, int count, Load load) {
+  if (rows == 1) {
+    for (int i = 0; i < count; i += 16) {
+      const __mmask16 present = static_cast<__mmask16>(count - i >= 16 ? 0xffff : (1u << (count - i)) - 1);
+      _mm512_mask_storeu_epi32(out + i, present, load(0, i));
+    }
+    return;
+  }
+  const __mmask16 row_mask = static_cast<__mmask16>((1u << rows) - 1);
+  for (int i = 0; i < count; i += 16) {
+    __m512i row[16];
+    BLOCKSCALE_UNROLL
+    for (int m = 0; m < 16; ++m) row[m] = m < rows ? load(m, i) : _mm512_setzero_si512();
+    transpose_dwords(row);
+    BLOCKSCALE_UNROLL
+    for (int j = 0; j < 16; ++j) {
+      if (i + j < count) _mm512_mask_storeu_epi32(out + static_cast<int64_t>(i + j) * rows, row_mask, row[j]);
+    }
+  }
+}
+
 struct VecAvx512Bf16 : RowsAvx512 {
+  static constexpr bool kPanels = false;
   using X = uint32_t;  // two bf16 of adjacent k
   static constexpr int kXPerQuadRow = 2;
   static constexpr int kMaxRows = 12;
@@ -75,15 +130,8 @@ struct VecAvx512Bf16 : RowsAvx512 {
     }
   };
 
-  template <int MR>
-  BLOCKSCALE_INLINE static void clear(float* totals) {
-    BLOCKSCALE_UNROLL
-    for (int m = 0; m < MR; ++m) _mm512_store_ps(totals + 16 * m, _mm512_setzero_ps());
-  }
-  template <int MR>
-  BLOCKSCALE_INLINE static Row row(const float* totals, int m) {
-    return _mm512_load_ps(totals + 16 * m);
-  }
+  BLOCKSCALE_INLINE static Row row_of(const float* totals) { return _mm512_load_ps(totals); }
+  BLOCKSCALE_INLINE static void clear(float* totals, int64_t rows) { clear_rows(totals, rows); }
 
   // bf16 pairs of one row block, [quad][pair][row]; k outside a unit is zero in that unit's chunks.
   static bool pack_x(const LinearTask& task, int64_t row, int rows, const Unit* units, int unit_count,

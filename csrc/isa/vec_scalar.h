@@ -3,21 +3,22 @@
 // multiply-add.
 #pragma once
 
-#include "gemm/microkernel.h"
+#include "gemm/pack_x.h"
 
 namespace blockscale {
 namespace {
 
 struct VecScalar {
   using X = float;
+  static constexpr bool kPanels = false;
   static constexpr int kXPerQuadRow = 4;
   static constexpr int kMaxRows = 8;  // rows that share one decoding of the codes
   static constexpr int kMaxStrips = 1;
-  template <int MR>
+  template <int>
   static constexpr int strips() {
     return 1;
   }
-  template <int MR, int NS>
+  template <int, int>
   static constexpr int side_by_side() {
     return 1;
   }
@@ -26,7 +27,7 @@ struct VecScalar {
   static constexpr int parts() {
     return 1;
   }
-  template <int MR, int>
+  template <int, int>
   static constexpr int prefetch_bytes() {
     return 2048;
   }
@@ -102,7 +103,7 @@ struct VecScalar {
         for (int c = 0; c < 16; ++c) weight[c] = D::value(codes[0][16 * (c / 4) + 8 * (k / 2) + 2 * (c % 4) + k % 2]);
         for (int m = 0; m < MR; ++m) {
           float* chain = sum[k % 2][m];
-          const float xk = x[k * MR + m];
+          const float xk = x[(k / 2 * MR + m) * 2 + k % 2];
           if (decoder.exact_products) {
             for (int c = 0; c < 16; ++c) chain[c] += xk * weight[c];
           } else {
@@ -114,7 +115,7 @@ struct VecScalar {
     void fold(int, int, const Scale& scale, const float* x_scales, float* totals) const {
       for (int parity = 0; parity < 2; ++parity) {
         for (int m = 0; m < MR; ++m) {
-          float* total = totals + 16 * (parity * MR + m);
+          float* total = totals + m * kTotalsPerRow + 16 * parity;
           for (int c = 0; c < 16; ++c) {
             const float factor = x_scales ? scale.lane[c] * x_scales[m] : scale.lane[c];
             total[c] = __builtin_fmaf(sum[parity][m][c], factor, total[c]);
@@ -124,22 +125,26 @@ struct VecScalar {
     }
   };
 
-  // Totals are [even, odd][row][column].
-  template <int MR>
-  static void clear(float* totals) {
-    for (int i = 0; i < MR * kTotalsPerRow; ++i) totals[i] = 0.0f;
-  }
-  template <int MR>
-  static Row row(const float* totals, int m) {
-    return add(load(totals + 16 * m), load(totals + 16 * (MR + m)));
+  // Totals of a row: [even, odd][column].
+  static Row row_of(const float* totals) { return add(load(totals), load(totals + 16)); }
+  static void clear(float* totals, int64_t rows) {
+    for (int64_t i = 0; i < rows * kTotalsPerRow; ++i) totals[i] = 0.0f;
   }
 
-  static int64_t x_index(int k, int rows, int m) { return static_cast<int64_t>(k) * rows + m; }
   static void widen(const void* x, FloatType type, int64_t index, int count, float* out) {
     for (int i = 0; i < count; ++i) out[i] = load_float(x, type, index + i);
   }
+  // Returns whether every product with a decoded weight is exact in fp32: 11 + 4 bits of mantissa, below 2^119 * 2^9.
   static bool pack_x(const LinearTask& task, int64_t row, int rows, const Unit* units, int unit_count, float* packed) {
-    return pack_x_as_float<VecScalar>(task, row, rows, units, unit_count, packed);
+    pack_x_pairs<VecScalar>(task, row, rows, units, unit_count, packed);
+    if (task.x_type == FloatType::kF32 || unit_count == 0) return false;
+    const Unit& last = units[unit_count - 1];
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < (static_cast<int64_t>(last.x_quad) + last.quads) * rows * 4; ++i) {
+      const uint32_t magnitude = float_bits(packed[i]) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest < (119u + 127u) << 23;
   }
 };
 

@@ -26,12 +26,12 @@ def bf16_bits() -> list[int]:
 def tables() -> dict[str, bytes]:
     """Decode tables of csrc/formats/fp8_e4m3.h, byte for byte."""
     bits = bf16_bits()
-    small = bits[:16]
+    # High bytes of NaN at 7, zero and subnormals at 8 .. 15, XOR what shifts give. Compilers keep copies of 16 bytes.
+    special = [0x7F ^ 0x43, *((value >> 8) ^ 0x3C for value in bits[:8])]
     return {
         "low": bytes(value & 0xFF for value in bits),
         "high": bytes(value >> 8 for value in bits),
-        "nibbles": bytes(value >> 8 for value in small)
-        + bytes((v & 0xFF) ^ (i << 4 & 0xFF) for i, v in enumerate(small)),
+        "nibbles": bytes([*[0] * 7, *special]),
         "floats": b"".join((value << 16).to_bytes(4, "little") for value in bits),
     }
 
@@ -84,7 +84,7 @@ def test_selftest_passes_on_every_usable_isa():
 READERS = {
     "low": ("avx512_vbmi", "avx512_bf16"),
     "high": ("avx512_vbmi", "avx512_bf16"),
-    "nibbles": ("avx512",),
+    "nibbles": ("avx2", "avx512"),
     "floats": ("scalar",),
 }
 
@@ -95,7 +95,7 @@ def test_a_flipped_table_byte_fails(table, reader, tmp_path):
         pytest.skip(f"{reader} is not usable here")
     found = occurrences((PACKAGE / "_C.so").read_bytes(), tables()[table])
     assert found, f"the library has no table {table!r}: this test looks for the wrong bytes"
-    position = {"low": 0x35, "high": 0x35, "nibbles": 3, "floats": 4 * 0x35 + 2}[table]
+    position = {"low": 0x35, "high": 0x35, "nibbles": 11, "floats": 4 * 0x35 + 2}[table]
     folder = copy_package(tmp_path, [offset + position for offset in found])
     done = run_python(folder, "-m", "blockscale.isa_checks", BLOCKSCALE_MAX_ISA=reader)
     failed = [check["name"] for check in json.loads(done.stdout) if not check["ok"]]
