@@ -21,7 +21,6 @@
 #include "gemm/pack.h"
 #include "gemm/plan.h"
 #include "isa/isa.h"
-#include "quant/activations.h"
 #include "quant/quantize.h"
 #include "tensors.h"
 
@@ -174,7 +173,7 @@ Tensor fp8_w8a8_block_scaled_mm_cpu(Tensor A, Tensor B, Tensor As, Tensor Bs, st
   auto* bf16 = static_cast<uint16_t*>(x.mutable_data_ptr());
   const auto* a = static_cast<const uint8_t*>(codes.tensor.const_data_ptr());
   parallel_for(problem.M, rows_per_task(problem.K), [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; ++m) decode_to_bf16(a + m * codes.stride, problem.K, bf16 + m * problem.K);
+    for (int64_t m = begin; m < end; ++m) decode_to_bf16(a + m * codes.stride, problem.K, active, bf16 + m * problem.K);
   });
   problem.x = bf16;
   problem.x_type = FloatType::kBf16;
@@ -197,6 +196,7 @@ std::tuple<Tensor, Tensor> per_token_group_quant_fp8(Tensor x, int64_t group_siz
     std::snprintf(text, sizeof(text), "%g", eps);
     check.fail("`eps` positive and finite", text);
   }
+  const Isa active = active_isa();
   const Rows rows(x);
   const int64_t K = x.size(x.dim() - 1);
   const int64_t group = std::min(group_size, std::max<int64_t>(K, 1));
@@ -207,14 +207,21 @@ std::tuple<Tensor, Tensor> per_token_group_quant_fp8(Tensor x, int64_t group_siz
   Tensor scales = column_major_scales ? empty_column_major_cpu(scales_shape, ScalarType::Float)
                                       : empty_cpu(scales_shape, ScalarType::Float);
   if (rows.count == 0 || K == 0) return {codes, scales};
-  const int64_t stride_m = column_major_scales ? 1 : groups;
-  const int64_t stride_g = column_major_scales ? rows.count : 1;
-  const ActivationGroups settings{K, group, static_cast<float>(eps), use_ue8m0};
-  const auto* in = rows.tensor.const_data_ptr();
-  auto* out = static_cast<uint8_t*>(codes.mutable_data_ptr());
-  auto* out_scales = static_cast<float*>(scales.mutable_data_ptr());
+  ActivationTask whole{};
+  whole.x = rows.tensor.const_data_ptr();
+  whole.type = type;
+  whole.x_stride = rows.stride;
+  whole.groups = {K, group, static_cast<float>(eps), use_ue8m0};
+  whole.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
+  whole.scales = static_cast<float*>(scales.mutable_data_ptr());
+  whole.stride_m = column_major_scales ? 1 : groups;
+  whole.stride_g = column_major_scales ? rows.count : 1;
+  advise_huge_pages(whole.codes, rows.count * K);
   parallel_for(rows.count, rows_per_task(K), [&](int64_t begin, int64_t end) {
-    quantize_activation_rows(in, type, rows.stride, settings, begin, end, out, out_scales, stride_m, stride_g);
+    ActivationTask task = whole;
+    task.begin = begin;
+    task.end = end;
+    quantize_activations(task, active);
   });
   return {codes, scales};
 }
@@ -224,6 +231,7 @@ std::tuple<Tensor, Tensor> quantize_weight_block_fp8(Tensor weight, std::vector<
   const FloatType type = check.float_dtype("weight", weight.scalar_type());
   check.weight_shape("weight", weight);
   check.block_size(block_size);
+  const Isa active = active_isa();
   const Matrices m(weight);
   const int64_t block_n = block_size[0], block_k = block_size[1];
   const int64_t grid_n = ceil_div(m.rows, block_n), grid_k = ceil_div(m.columns, block_k);
@@ -232,20 +240,29 @@ std::tuple<Tensor, Tensor> quantize_weight_block_fp8(Tensor weight, std::vector<
   scales_shape.back() = grid_k;
   Tensor codes = empty_cpu(shape_of(weight), ScalarType::Float8_e4m3fn);
   Tensor scales = empty_cpu(scales_shape, ScalarType::Float);
-  const auto* in = static_cast<const char*>(weight.const_data_ptr());
   const int64_t element = type == FloatType::kF32 ? 4 : 2;
   auto* out = static_cast<uint8_t*>(codes.mutable_data_ptr());
-  auto* out_scales = static_cast<float*>(scales.mutable_data_ptr());
+  advise_huge_pages(out, m.count * m.rows * m.columns);
   const int64_t grain = rows_per_task(std::min(block_n, m.rows) * m.columns);
   for (int64_t e = 0; e < m.count; ++e) {
+    WeightTask expert{};
+    expert.weight = static_cast<const char*>(weight.const_data_ptr()) + e * m.stride * element;
+    expert.type = type;
+    expert.N = m.rows;
+    expert.K = m.columns;
+    expert.stride_n = m.row_stride;
+    expert.stride_k = m.column_stride;
+    expert.block_n = block_n;
+    expert.block_k = block_k;
+    expert.codes = out + e * m.rows * m.columns;
+    expert.scales = static_cast<float*>(scales.mutable_data_ptr()) + e * grid_n * grid_k;
     std::atomic<int64_t> first_bad{INT64_MAX};
     parallel_for(grid_n, grain, [&](int64_t begin, int64_t end) {
+      WeightTask task = expert;
+      task.begin = begin;
+      task.end = end;
       int64_t bad = 0;
-      if (quantize_block_rows(in + e * m.stride * element, type, m.rows, m.columns, m.row_stride, m.column_stride,
-                              block_n, block_k, begin, end, out + e * m.rows * m.columns,
-                              out_scales + e * grid_n * grid_k, &bad)) {
-        return;
-      }
+      if (quantize_weight(task, active, &bad)) return;
       int64_t seen = first_bad.load();
       while (bad < seen && !first_bad.compare_exchange_weak(seen, bad)) {
       }
@@ -267,17 +284,20 @@ Tensor dequantize_weight_block_fp8(Tensor weight, Tensor scales, std::vector<int
   check.block_size(block_size);
   check.scales("scales", scales, weight, block_size);
   check.out_dtype(out_dtype);
+  const Isa active = active_isa();
   const Matrices m(weight);
   Tensor out = empty_cpu(shape_of(weight), out_dtype);
   const auto* codes = static_cast<const uint8_t*>(weight.const_data_ptr());
   auto* values = static_cast<char*>(out.mutable_data_ptr());
   const int64_t matrix_bytes = m.rows * m.columns * (out_dtype == ScalarType::Float ? 4 : 2);
   if (matrix_bytes == 0) return out;
+  advise_huge_pages(values, m.count * matrix_bytes);
   for (int64_t e = 0; e < m.count; ++e) {
     const Fp32Scales grid(scales, weight.dim() == 3 ? e * scales.stride(0) : 0, block_size);
     parallel_for(m.rows, rows_per_task(m.columns), [&](int64_t begin, int64_t end) {
-      dequantize_rows(codes + e * m.stride, m.row_stride, m.column_stride, m.rows, m.columns, grid.grid, begin, end,
-                      values + e * matrix_bytes, float_type(out_dtype));
+      dequantize({codes + e * m.stride, m.row_stride, m.column_stride, m.rows, m.columns, grid.grid, begin, end,
+                  values + e * matrix_bytes, float_type(out_dtype)},
+                 active);
     });
   }
   return out;

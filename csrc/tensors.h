@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "quant/quantize.h"
+#include "quant/kernel.h"
 
 namespace blockscale {
 

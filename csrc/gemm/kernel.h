@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "formats/format.h"
+#include "quant/kernel.h"
 
 namespace blockscale {
 
@@ -68,6 +69,7 @@ struct KernelTable {
   int row_granule;          // and each a multiple of this
   const char* rows_reason;  // why blocks of that many rows, with the number behind it
   LinearKernel linear[static_cast<int>(WeightFormat::kCount)];
+  QuantKernels quant;  // all null: those of the next lower ISA, which need nothing of this one
 };
 
 }  // namespace blockscale

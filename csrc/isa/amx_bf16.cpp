@@ -295,6 +295,7 @@ constexpr KernelTable kernels_amx_bf16 = {
 #define BLOCKSCALE_FORMAT(type, dtype) run_tiles<type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT
-    }};
+    },
+    /*quant=*/{}};
 
 }  // namespace blockscale

@@ -1,4 +1,5 @@
 // fp32 kernels for AVX2, FMA and F16C: Haswell, Zen and later.
+#include "isa/quant_avx2.h"
 #include "isa/vec_avx2.h"
 
 namespace blockscale {
@@ -14,6 +15,7 @@ constexpr KernelTable kernels_avx2 = {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecAvx2, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT
-    }};
+    },
+    kQuantKernels<QuantAvx2>};
 
 }  // namespace blockscale

@@ -1,4 +1,5 @@
 // fp32 kernels for AVX-512 F, BW, DQ and VL: Skylake-X and later.
+#include "isa/quant_avx512.h"
 #include "isa/vec_avx512.h"
 
 namespace blockscale {
@@ -17,6 +18,7 @@ constexpr KernelTable kernels_avx512 = {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<Vec, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT
-    }};
+    },
+    kQuantKernels<QuantAvx512>};
 
 }  // namespace blockscale

@@ -168,6 +168,7 @@ constexpr KernelTable kernels_avx512_bf16 = {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecAvx512Bf16, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT
-    }};
+    },
+    /*quant=*/{}};
 
 }  // namespace blockscale

@@ -17,6 +17,7 @@ constexpr KernelTable kernels_avx512_vbmi = {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<Vec, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT
-    }};
+    },
+    /*quant=*/{}};
 
 }  // namespace blockscale

@@ -1,4 +1,5 @@
 // Kernels for any x86-64 CPU: the oracle in plain loops. Compiled with the baseline flags.
+#include "isa/quant_scalar.h"
 #include "isa/vec_scalar.h"
 
 namespace blockscale {
@@ -14,6 +15,7 @@ constexpr KernelTable kernels_scalar = {
 #define BLOCKSCALE_FORMAT(type, dtype) run_linear<VecScalar, type>,
 #include "formats/formats.inc"
 #undef BLOCKSCALE_FORMAT
-    }};
+    },
+    kQuantKernels<QuantScalar>};
 
 }  // namespace blockscale
