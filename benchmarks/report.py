@@ -67,6 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for one in reports[1:]:
         result["benchmarks"] += one["benchmarks"]
         result["context"]["peers"] |= one["context"]["peers"]
+        result["context"]["waited_for_cpu"] = max(part["context"]["waited_for_cpu"] for part in (result, one))
         for key in ("missing_peers", "refused"):
             result["context"][key] = list(dict.fromkeys([*result["context"][key], *one["context"][key]]))
     return result
@@ -96,6 +97,7 @@ def lines_of(result: dict[str, Any]) -> list[str]:
         *_machine(about),
         "",
         *report.as_markdown(report.limits_grid(about)),
+        *(line for sentence in report.warnings_of(about) for line in ("", f"**{sentence}**")),
         "",
         *_note("method"),
         "## Peers",

@@ -8,9 +8,11 @@
 #include <dnnl.hpp>
 
 #include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -50,9 +52,10 @@ class Linear {
 #endif
   }
 
-  // Multiplies by copy `copy`. A new M builds its primitive, and packs the copies again if it wants another layout.
-  void run(uintptr_t x, int64_t M, uintptr_t out, int copy) {
-    Call& call = prepare(M);
+  // Multiplies by copy `copy` on torch's `threads`. A primitive keeps the number of threads that it was built for, so a
+  // new M or number builds another, and packs the copies again if that wants another layout.
+  void run(uintptr_t x, int64_t M, uintptr_t out, int copy, int threads) {
+    Call& call = prepare(M, threads);
     call.x.set_data_handle(reinterpret_cast<void*>(x));
     call.out.set_data_handle(reinterpret_cast<void*>(out));
     call.arguments[DNNL_ARG_WEIGHTS] = packed_.at(copy);
@@ -68,8 +71,8 @@ class Linear {
     std::unordered_map<int, dnnl::memory> arguments;
   };
 
-  Call& prepare(int64_t M) {
-    Call& call = calls_[M];
+  Call& prepare(int64_t M, int threads) {
+    Call& call = calls_[{M, threads}];
     if (!call.matmul) {
       const dnnl::memory::desc x({M, K_}, Type::bf16, Tag::ab), out({M, N_}, Type::bf16, Tag::ab);
       dnnl::primitive_attr attributes;
@@ -105,7 +108,7 @@ class Linear {
   dnnl::stream stream_;
   dnnl::memory plain_, scales_;
   std::vector<dnnl::memory> packed_;
-  std::unordered_map<int64_t, Call> calls_;
+  std::map<std::pair<int64_t, int>, Call> calls_;  // by M and threads
 };
 
 std::string version() {
@@ -124,5 +127,5 @@ PYBIND11_MODULE(blockscale_onednn, m) {
            pybind11::arg("weight"), pybind11::arg("scales"), pybind11::arg("N"), pybind11::arg("K"),
            pybind11::arg("copies"))
       .def("run", &Linear::run, pybind11::arg("x"), pybind11::arg("M"), pybind11::arg("out"), pybind11::arg("copy"),
-           pybind11::call_guard<pybind11::gil_scoped_release>());
+           pybind11::arg("threads"), pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -13,11 +13,19 @@ from typing import Any
 from .. import diagnostics
 from .settings import Session
 
-__all__ = ["describe"]
+__all__ = ["CROWDED", "describe", "scheduled"]
+
+# Share of its time that a process may wait for a CPU before its numbers say more about its neighbours.
+CROWDED = 0.02
 
 
-def describe(session: Session, limits: dict[int, dict[str, float]]) -> dict[str, Any]:
-    """google-benchmark's fields, then ours. ``limits``: what the machine can do, by threads, from ``roofline.survey``."""
+def describe(session: Session, limits: dict[int, dict[str, float]], waited: float) -> dict[str, Any]:
+    """google-benchmark's fields, then ours.
+
+    Args:
+        limits: what the machine can do, by threads, from ``roofline.survey``.
+        waited: share of its time that the run waited for a CPU.
+    """
     info = diagnostics.isa_info()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -38,11 +46,25 @@ def describe(session: Session, limits: dict[int, dict[str, float]]) -> dict[str,
         "kernel": platform.release(),
         **{key: value for key, value in diagnostics.environment().items() if key != "threads"},
         "threads": list(limits),
+        "waited_for_cpu": waited,
         "limits": {str(threads): one for threads, one in limits.items()},
         "peers": {peer.name: {"version": peer.version, "about": peer.about} for peer in session.peers},
         "missing_peers": session.missing,
         "refused": session.refused,
     }
+
+
+def scheduled() -> tuple[float, float]:
+    """Seconds that this process's threads have run, and that they have waited for a CPU while others ran.
+
+    (0, 0) where the kernel keeps no such account.
+    """
+    ran = waited = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        fields = _read(path).split()
+        if len(fields) == 3:
+            ran, waited = ran + int(fields[0]), waited + int(fields[1])
+    return ran / 1e9, waited / 1e9
 
 
 def _read(path: str | Path) -> str:

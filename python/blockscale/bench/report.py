@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .context import CROWDED
 from .tables import TABLES, Grid, Table, Verdict
 
-__all__ = ["as_markdown", "as_text", "grid_text", "tables_of", "verdict_grid"]
+__all__ = ["as_markdown", "as_text", "grid_text", "tables_of", "verdict_grid", "warnings_of"]
 
 
 def as_text(report: dict[str, Any]) -> Iterable[str]:
@@ -18,6 +19,7 @@ def as_text(report: dict[str, Any]) -> Iterable[str]:
         f"blockscale {about['blockscale']}, torch {about['torch']}; huge pages: {about['huge_pages']}"
     )
     yield from grid_text(limits_grid(about))
+    yield from warnings_of(about)
     for sentence in about["missing_peers"]:
         yield f"not installed: {sentence}"
     for sentence in about["refused"]:
@@ -29,6 +31,16 @@ def as_text(report: dict[str, Any]) -> Iterable[str]:
         verdicts = table.verdicts(rows)
         if verdicts:
             yield from grid_text(verdict_grid(verdicts))
+
+
+def warnings_of(about: dict[str, Any]) -> list[str]:
+    """What makes the numbers of a report doubtful."""
+    if about["waited_for_cpu"] <= CROWDED:
+        return []
+    share = f"{about['waited_for_cpu']:.0%}"
+    return [
+        f"warning: the runs waited {share} of their time for a CPU, so other work was running: times are not the machine's"
+    ]
 
 
 def tables_of(report: dict[str, Any]) -> list[tuple[Table, list[dict[str, Any]]]]:

@@ -51,6 +51,7 @@ def run(tables: Sequence[str], settings: Settings, *, isas: Sequence[str] = (), 
     for one in reports[1:]:
         result["context"]["peers"] |= one["context"]["peers"]
     result["context"]["runs"] = runs
+    result["context"]["waited_for_cpu"] = max(one["context"]["waited_for_cpu"] for one in reports)
     result["benchmarks"] = merge_runs(one["benchmarks"] for one in reports)
     return result
 
@@ -58,6 +59,7 @@ def run(tables: Sequence[str], settings: Settings, *, isas: Sequence[str] = (), 
 def measure(tables: Sequence[str], settings: Settings) -> dict[str, Any]:
     """Measure tables in this process, under its instruction set."""
     session = Session(settings)
+    ran_before, waited_before = context.scheduled()
     small = {"nbytes": 1 << 20} if settings.quick else {}
     limits = {threads: roofline.survey(threads, **small) for threads in session.threads()}
     rows = []
@@ -68,7 +70,11 @@ def measure(tables: Sequence[str], settings: Settings) -> dict[str, Any]:
                 print(f"\r\x1b[K{row['name']}: {row['real_time']:.1f} us", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print(end="\r\x1b[K", file=sys.stderr, flush=True)
-    return {"context": context.describe(session, limits), "benchmarks": rows}
+    ran, waited = (
+        after - before for after, before in zip(context.scheduled(), (ran_before, waited_before), strict=True)
+    )
+    share = max(0.0, waited / (ran + waited)) if ran + waited > 0 else 0.0
+    return {"context": context.describe(session, limits, share), "benchmarks": rows}
 
 
 def _tables_by_isa(tables: Sequence[str], isas: Sequence[str]) -> dict[str | None, list[str]]:

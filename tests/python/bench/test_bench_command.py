@@ -72,6 +72,13 @@ def test_memory_holds(measured):
     assert packed and all(row["bytes"] == row["N"] * row["K"] for row in packed)
 
 
+def test_a_crowded_machine_is_told(measured):
+    assert 0 <= measured["context"]["waited_for_cpu"] <= 1
+    assert report.warnings_of({"waited_for_cpu": 0.01}) == []
+    (sentence,) = report.warnings_of({"waited_for_cpu": 0.4})
+    assert "waited 40% of their time for a CPU" in sentence
+
+
 def test_steep_steps_are_found():
     straight = [(1, 10.0, 10.0), (2, 20.0, 20.0), (4, 40.0, 40.0)]
     assert growth.steep_steps(straight) == []

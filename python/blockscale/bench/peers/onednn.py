@@ -47,7 +47,7 @@ class OneDnn(Peer):
 
         def call(x: Tensor, copy: int, _alive=(plain, scales)) -> Tensor:
             out = torch.empty(x.shape[0], weight.N, dtype=torch.bfloat16)
-            linear.run(x.data_ptr(), x.shape[0], out.data_ptr(), copy)
+            linear.run(x.data_ptr(), x.shape[0], out.data_ptr(), copy, torch.get_num_threads())
             return out
 
         return Loaded(copies, call)
