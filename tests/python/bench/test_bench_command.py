@@ -49,6 +49,7 @@ def test_every_table_has_rows_and_text(measured, table):
     mine = [row for row in measured["benchmarks"] if row["table"] == table]
     assert mine
     one = TABLES[table]
+    assert one.title and len(one.about) > 40
     for grid in [one.detail(mine), *one.summary(mine), report.verdict_grid(one.verdicts(mine))]:
         assert all(len(cells) == len(grid.headings) for cells in grid.cells)
         assert all(isinstance(cell, str) for cells in grid.cells for cell in cells)

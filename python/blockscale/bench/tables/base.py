@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,6 @@ class Verdict:
 class Table(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
-    about: ClassVar[str] = ""  # how it was measured and what the columns mean, for BENCHMARKS.md
     isas: ClassVar[Sequence[str]] = ()  # caps of BLOCKSCALE_MAX_ISA to measure under; none: the one of the environment
     columns: ClassVar[Sequence[Column]] = (
         Column("shape", "shape"),
@@ -69,6 +69,12 @@ class Table(ABC):
         Column("% of roofline", "of_roofline", "{:.0%}"),
         Column("x torch bf16", "speedup_torch_bf16", "{:.2f}"),
     )
+
+    @property
+    def about(self) -> str:
+        """What is measured and how, for BENCHMARKS.md: the documentation of the class, or else of its module."""
+        own = type(self).__dict__.get("__doc__") or sys.modules[type(self).__module__].__doc__ or ""
+        return "\n".join(line.strip() for line in own.strip().splitlines())
 
     @abstractmethod
     def measure(self, session: Session) -> Iterator[Row]: ...
