@@ -41,7 +41,7 @@ int64_t share(int64_t bytes, int64_t t, int threads) { return bytes / kPage * t 
         }                                                                       \
       }                                                                         \
     }                                                                           \
-    uint64_t words[sizeof(sum) / (sizeof(uint64_t))], all = 0;                    \
+    uint64_t words[sizeof(sum) / (sizeof(uint64_t))], all = 0;                  \
     std::memcpy(words, sum, sizeof(sum));                                       \
     for (const uint64_t word : words) all |= word;                              \
     return all;                                                                 \
