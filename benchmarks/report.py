@@ -53,10 +53,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     required = [name for name in names if name.partition("=")[0] in LINEAR_PEERS]
     parts = [
         (["linear"], Settings(peers=required, **{"rounds": 31, "seconds": 0.3, **rounds}, **common)),
-        (["peers"], Settings(peers=names, **{"rounds": 31, "seconds": 0.6, **rounds}, **common)),
+        (["peers"], Settings(peers=names, **{"rounds": 31, "seconds": 0.4, **rounds}, **common)),
         (
             [name for name in TABLES if name not in ("linear", "peers")],
-            Settings(peers=["torch-fp32"], **{"rounds": 31, "seconds": 0.4, **rounds}, **common),
+            Settings(peers=["torch-fp32"], **{"rounds": 31, "seconds": 0.2, **rounds}, **common),
         ),
     ]
     reports = []

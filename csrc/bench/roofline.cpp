@@ -4,6 +4,7 @@
 // The work runs on torch's thread pool, as the kernels' does, so that a limit and a kernel differ in nothing else. Each
 // function picks its instructions by the CPU at run time; the file itself is compiled for baseline x86-64.
 #include <immintrin.h>
+#include <sched.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -41,7 +42,7 @@ int64_t share(int64_t bytes, int64_t t, int threads) { return bytes / kPage * t 
         }                                                                       \
       }                                                                         \
     }                                                                           \
-    uint64_t words[sizeof(sum) / (sizeof(uint64_t))], all = 0;                  \
+    uint64_t words[sizeof(sum) / 8], all = 0;                                   \
     std::memcpy(words, sum, sizeof(sum));                                       \
     for (const uint64_t word : words) all |= word;                              \
     return all;                                                                 \
@@ -144,6 +145,17 @@ BLOCKSCALE_EXPORT int64_t blockscale_bench_multiply(const char* name, int64_t tu
   if (!peak.run) return 0;
   on_threads(threads, [&](int64_t) { peak.run(turns); });
   return turns * peak.flops * threads;
+}
+
+// Binds the threads of torch's pool to one CPU each, thread t to cpus[t]. Left alone, two of them can share a CPU for
+// several rounds, in which a call takes a scheduler's slice of 8 ms.
+BLOCKSCALE_EXPORT void blockscale_bench_bind(const int* cpus, int threads) {
+  on_threads(threads, [&](int64_t t) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpus[t], &one);
+    sched_setaffinity(0, sizeof(one), &one);
+  });
 }
 
 // A chain of `turns` times four additions, each waiting for the last: four cycles a turn on every x86-64 CPU.

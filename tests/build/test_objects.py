@@ -186,7 +186,7 @@ def test_the_limits_are_plain_functions():
     """Nothing that could stand for a symbol of torch or of the op library: this one is loaded by ctypes alone."""
     defined = [line.split()[-2:] for line in output_of("nm", "-D", "--defined-only", BENCH_LIBRARY).splitlines()]
     functions = {name for kind, name in defined if kind == "T"}
-    assert functions == {f"blockscale_bench_{name}" for name in ("read", "copy", "multiply", "cycles")}
+    assert functions == {f"blockscale_bench_{name}" for name in ("read", "copy", "multiply", "bind", "cycles")}
     assert [name for kind, name in defined if kind in "WVu"] == []
 
 

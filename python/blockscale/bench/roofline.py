@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import re
 import statistics
 import time
 from pathlib import Path
@@ -18,10 +20,11 @@ from torch import Tensor
 
 from .. import diagnostics
 
-__all__ = ["PEAKS", "copy", "multiply", "peak_name", "rate", "read", "survey", "warm_up"]
+__all__ = ["PEAKS", "bind", "copy", "multiply", "peak_name", "rate", "read", "survey", "warm_up"]
 
 LIBRARY = Path(__file__).parents[1] / "_bench.so"
 PEAKS = {"bf16_dot": "bf16 dot product, 512 bits", "fp32_zmm": "fp32 FMA, 512 bits", "fp32_ymm": "fp32 FMA, 256 bits"}
+_ALLOWED = os.sched_getaffinity(0)
 _FLOPS_OF_TURN = {"bf16_dot": 16 * 64, "fp32_zmm": 16 * 32, "fp32_ymm": 12 * 16}
 # By the instruction set whose kernel runs; amx_bf16 has none: no machine with tiles was there to try a loop of them.
 _PEAK_OF_ISA = {"avx2": "fp32_ymm", "avx512": "fp32_zmm", "avx512_vbmi": "fp32_zmm", "avx512_bf16": "bf16_dot"}
@@ -42,6 +45,8 @@ def _library() -> ctypes.CDLL:
     library.blockscale_bench_copy.restype = None
     library.blockscale_bench_multiply.argtypes = [ctypes.c_char_p, integer, ctypes.c_int]
     library.blockscale_bench_multiply.restype = integer
+    library.blockscale_bench_bind.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
+    library.blockscale_bench_bind.restype = None
     library.blockscale_bench_cycles.argtypes = [integer]
     library.blockscale_bench_cycles.restype = None
     return library
@@ -89,12 +94,28 @@ def peak_name(x: torch.dtype) -> str | None:
 
 
 def warm_up(threads: int, seconds: float = 0.2) -> None:
-    """Set torch's thread count and keep them busy until the system has given each a core of its own."""
+    """Set torch's thread count, bind several threads to a CPU each, and run them until the clock has risen."""
     torch.set_num_threads(threads)
+    bind(threads)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         if not multiply("fp32_ymm", 2e7):
             return
+
+
+def bind(threads: int) -> None:
+    """Bind torch's threads to a CPU each, on as many cores as there are; one thread, or more than CPUs, to none."""
+    os.sched_setaffinity(0, _ALLOWED)
+    if 1 < threads <= len(_ALLOWED):
+        cpus = sorted(_ALLOWED, key=lambda cpu: (_place_in_core(cpu), cpu))[:threads]
+        _library().blockscale_bench_bind((ctypes.c_int * threads)(*cpus), threads)
+
+
+def _place_in_core(cpu: int) -> int:
+    """0 for the first CPU of a core, 1 for the second."""
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    siblings = re.findall(r"\d+", path.read_text()) if path.exists() else []
+    return siblings.index(str(cpu)) if str(cpu) in siblings else 0
 
 
 def _best_rate(call: Any, work: float, rounds: int = 7) -> float:

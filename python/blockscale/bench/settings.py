@@ -40,6 +40,7 @@ class Session:
         self.settings = settings
         self.peers, self.missing = find_peers(settings.peers)
         self.refused: list[str] = []
+        self._cpus = len(os.sched_getaffinity(0))
 
     def shapes(self, default: Sequence[Shape]) -> list[Shape]:
         if self.settings.shapes:
@@ -52,8 +53,7 @@ class Session:
 
     def threads(self, default: Sequence[int] = (1, 2)) -> list[int]:
         """Numbers of threads; of the default those for which there are CPUs."""
-        cpus = len(os.sched_getaffinity(0))
-        return self.settings.threads or [count for count in default if count <= cpus]
+        return self.settings.threads or [count for count in default if count <= self._cpus]
 
     def x_types(self, default: Sequence[str] = ("bf16",)) -> list[str]:
         return self.settings.x or list(default)

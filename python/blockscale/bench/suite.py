@@ -70,6 +70,7 @@ def measure(tables: Sequence[str], settings: Settings) -> dict[str, Any]:
                 print(f"\r\x1b[K{row['name']}: {row['real_time']:.1f} us", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print(end="\r\x1b[K", file=sys.stderr, flush=True)
+    roofline.bind(1)
     ran, waited = (
         after - before for after, before in zip(context.scheduled(), (ran_before, waited_before), strict=True)
     )

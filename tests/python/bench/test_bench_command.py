@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from blockscale import diagnostics
 from blockscale.__main__ import main
 from blockscale.bench import peers, plots, report, rows, suite
 from blockscale.bench.peers import base
-from blockscale.bench.settings import Settings
+from blockscale.bench.settings import Session, Settings
 from blockscale.bench.tables import TABLES, growth
 
 CONTEXT = {"date", "host_name", "executable", "num_cpus", "mhz_per_cpu", "cpu_scaling_enabled", "caches", "load_avg"}
@@ -65,6 +66,14 @@ def test_products_have_what_the_line_shows(measured):
         assert row["of_roofline"] > 0 and row["of_peak"] > 0 and row["roofline_us"] > 0
     headings = TABLES["linear"].detail([row]).headings
     assert list(headings)[-7:] == ["kernel", "µs", "iqr", "GFLOP/s", "GB/s", "% of roofline", "x torch bf16"]
+
+
+def test_threads_of_a_default_are_those_with_cpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    session = Session(Settings())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # a bound thread sees one
+    assert session.threads((1, 2, 4)) == [1, 2] and Session(Settings(threads=[4])).threads() == [4]
+    assert Session(Settings()).threads((1, 2)) == [1]
 
 
 def test_memory_holds(measured):

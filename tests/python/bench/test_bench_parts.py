@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
@@ -134,6 +135,19 @@ def test_limits_are_positive(threads):
     limits = roofline.survey(threads, 1 << 20)
     assert {"ghz", "dram_read", "memcpy"} <= limits.keys() and all(value > 0 for value in limits.values())
     assert torch.get_num_threads() == threads
+    roofline.bind(1)
+
+
+def test_threads_are_bound_to_a_cpu_each_and_freed_again():
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("needs two CPUs")
+    roofline.warm_up(2, 0.01)
+    masks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
+    bound = [cpu for mask in masks if len(mask) == 1 for cpu in mask]
+    assert len(set(bound)) == 2 and len(os.sched_getaffinity(0)) == 1
+    roofline.warm_up(1, 0.01)
+    assert os.sched_getaffinity(0) == allowed
 
 
 @pytest.mark.parametrize("name", roofline.PEAKS)

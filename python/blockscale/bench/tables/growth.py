@@ -16,7 +16,7 @@ import torch
 from ...linear import BlockScaledLinear
 from .. import roofline
 from ..inputs import activations
-from ..measure import interleave
+from ..measure import interleave, paired
 from ..peers.own import Blockscale
 from ..products import Products
 from ..rows import identity, row
@@ -103,7 +103,7 @@ class Growth(Table):
                     )
                 own, limit = samples[Blockscale.name], samples["read"]
                 where = identity(self.name, "over layers", 1, side, side, threads, layers=count)
-                measured = {"roofline_us": limit.median * 1e6, "of_roofline": limit.median / own.median}
+                measured = {"roofline_us": limit.median * 1e6, "of_roofline": paired(limit, own)}
                 yield row({**where, "kernel": Blockscale.name}, own, **measured)
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> list[Grid]:
@@ -135,10 +135,14 @@ def _over_threads(rows: Sequence[dict[str, Any]]) -> list[Grid]:
 
 
 def points_of(rows: Sequence[dict[str, Any]], axis: str, threads: int) -> list[tuple[float, float, float]]:
-    """(size, time in µs, roofline in µs) along an axis of ``AXES``, by size."""
+    """(size, time in µs, roofline in µs) along an axis of ``AXES``, by size.
+
+    The roofline is the time times its share of the roofline, a median of paired ratios, which is steadier than the
+    median of the roofline's own times.
+    """
     field = AXES[axis][0]
     chosen = [one for one in rows if (one["shape"], one["threads"]) == (axis, threads)]
-    return sorted((one[field], one["real_time"], one.get("roofline_us", math.nan)) for one in chosen)
+    return sorted((one[field], one["real_time"], one["real_time"] * one.get("of_roofline", math.nan)) for one in chosen)
 
 
 def steep_steps(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float, float]]:
