@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checks import check_scale_dtype, refuse, scale_grid
 
-__all__ = ["coarsest_grid", "column_step", "is_cut", "per_row"]
+__all__ = ["check_grid", "coarsest_grid", "column_step", "is_cut", "per_row"]
 
 
 def is_cut(widths: list[int], rows: int, columns: int, whole: tuple[int, int], block_size: tuple[int, int]) -> bool:
@@ -47,40 +47,46 @@ def column_step(columns: int, whole_columns: int, block_k: int) -> int:
     return block_k if columns == whole_columns else math.gcd(block_k, columns)
 
 
-def per_row(
-    where: str, name: str, scales: Tensor, rows: int | None, columns: int, block_size: tuple[int, int], step: int
-) -> Tensor:
-    """Block scales written out: one row per row of the weight, one column per ``step`` columns.
+def check_grid(
+    where: str, name: str, scales: Tensor, rows: int | None, columns: int, block_size: tuple[int, int]
+) -> None:
+    """``scales`` are the block scales of a whole weight as a checkpoint stores it.
 
     Args:
         where, name: for the error: which layer, which tensor.
         scales: ``[ceil(rows/block_n), ceil(columns/block_k)]``, float32, bfloat16 or e8m0 (or its codes in uint8).
-        rows: of the weight; None where they are not known: then whole blocks.
+        rows: of the weight, or None where they are not known.
         columns: of the weight.
         block_size: ``(block_n, block_k)``.
+
+    Raises:
+        ValueError: the scales have another dtype or shape.
+    """
+    check_scale_dtype(where, name, scales.dtype)
+    if rows is None and scales.dim() == 2:
+        rows = scales.shape[0] * block_size[0]
+    grid = scale_grid((rows or 0, columns), block_size)
+    if list(scales.shape) != grid:
+        words = f"`{name}` of shape [ceil(N/block_n), ceil(K/block_k)] = {grid} for N = {rows}, K = {columns}"
+        refuse(where, f"{words}, blocks of {block_size[0]} x {block_size[1]}", list(scales.shape))
+
+
+def per_row(scales: Tensor, rows: int | None, columns: int, block_size: tuple[int, int], step: int) -> Tensor:
+    """Block scales written out: one row per row of the weight, one column per ``step`` columns.
+
+    Args:
+        scales, rows, columns, block_size: as :func:`check_grid` wants them; with ``rows`` None all blocks are whole.
         step: divides block_k.
 
     Returns:
         float32 ``[rows, ceil(columns/step)]``.
 
-    Raises:
-        ValueError: the scales have another dtype or shape.
-
-    >>> per_row("layer", "scales", torch.tensor([[1.0], [2.0]]), 3, 4, (2, 4), 2)
+    >>> per_row(torch.tensor([[1.0], [2.0]]), 3, 4, (2, 4), 2)
     tensor([[1., 1.],
             [1., 1.],
             [2., 2.]])
     """
-    check_scale_dtype(where, name, scales.dtype)
     block_n, block_k = block_size
-    if scales.dim() != 2:
-        refuse(where, f"`{name}` of shape [ceil(N/block_n), ceil(K/block_k)]", list(scales.shape))
-    if rows is None:
-        rows = scales.shape[0] * block_n
-    grid = scale_grid((rows, columns), block_size)
-    if list(scales.shape) != grid:
-        words = f"`{name}` of shape [ceil(N/block_n), ceil(K/block_k)] = {grid} for N = {rows}, K = {columns}"
-        refuse(where, f"{words}, blocks of {block_n} x {block_k}", list(scales.shape))
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     written_out = scales.float().repeat_interleave(block_n, 0)[:rows]

@@ -4,7 +4,6 @@
   put them in the wrong rows without a word. Where another kernel was chosen such a layer is refused.
 * A scale that does not fit is named with its layer and checkpoint; vLLM has an assertion without words there.
 * Loaded weights go to the kernel as the checkpoint has them: not transposed, and per-tensor shards not requantised.
-* Batch-invariant mode calls the kernel, which is invariant, instead of reading its packed weight.
 
 Imports vLLM, like :mod:`.vllm_kernels`.
 """
@@ -24,8 +23,8 @@ from vllm.model_executor.parameter import GroupQuantScaleParameter
 
 from ..checks import refuse
 from ..kernels.layer_params import layer_label
-from .row_scales import column_step, is_cut, per_row
-from .vllm_kernels import ROWS_OF_BLOCK, BlockscaleKernel, checkpoint_label
+from .row_scales import check_grid, column_step, is_cut, per_row
+from .vllm_kernels import ROWS_OF_BLOCK, BlockscaleKernel
 
 __all__ = ["LINEAR_METHODS", "available", "hook"]
 
@@ -38,11 +37,7 @@ LINEAR_METHODS = (
     (f"{_SCHEMES}.compressed_tensors_w8a16_fp8", "CompressedTensorsW8A16Fp8"),
 )
 # Weights that vLLM quantises itself at load, a fused layer as one: its grid does not restart at shards.
-ONLINE_METHODS = (
-    (f"{_QUANTIZATION}.online.fp8", "Fp8PerBlockOnlineLinearMethod"),
-    (f"{_QUANTIZATION}.online.fp8", "Fp8PerTensorOnlineLinearMethod"),
-    (f"{_QUANTIZATION}.online.fp8", "Fp8PtpcOnlineLinearMethod"),
-)
+ONLINE_METHODS = ((f"{_QUANTIZATION}.online.fp8", "Fp8PerBlockOnlineLinearMethod"),)
 _HOOKED = "_blockscale_original"
 
 
@@ -64,7 +59,6 @@ def hook() -> tuple[list[str], list[str]]:
             _wrap(cls, "process_weights_after_loading", _process_weights_after_loading)
         else:
             _wrap(cls, "create_weights", _create_online_weights)
-        _wrap(cls, "apply" if "apply" in cls.__dict__ else "apply_weights", _apply)
         found.append(name)
     return found, missing
 
@@ -112,10 +106,13 @@ def _create_weights(original: Callable[..., None], self: Any, *args: Any, **kwar
     if ours:
         kernel.grid_is_whole = True
         name = "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale"
+        step = column_step(part[1], whole[1], block_size[1]) if cut else None
+        loader = _scale_loader(layer, name, whole, block_size and tuple(block_size), step, kernel.checkpoint)
         if cut:
-            _load_per_row(layer, name, part, whole, tuple(block_size))
+            _keep_per_row(layer, name, part, (block_size[0], step), loader)
         else:
-            _name_misfits(layer, name, kernel.checkpoint)
+            with contextlib.suppress(AttributeError):  # a vLLM whose parameters can't be given another loader
+                getattr(layer, name).weight_loader = loader
 
 
 def _create_online_weights(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,36 +130,48 @@ def _process_weights_after_loading(original: Callable[..., None], self: Any, lay
     kernel.process_weights_after_loading(layer)
 
 
-def _apply(
-    original: Callable[..., Tensor], self: Any, layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    kernel = kernel_of(self)
-    if isinstance(kernel, BlockscaleKernel):
-        return kernel.apply_weights(layer, x, *args, **kwargs)
-    return original(self, layer, x, *args, **kwargs)
+def _scale_loader(
+    layer: nn.Module,
+    name: str,
+    whole: tuple[int, int],
+    block_size: tuple[int, int] | None,
+    step: int | None,
+    checkpoint: str,
+) -> Callable[..., Any]:
+    """The loader of a layer's scales, that says what does not fit, and with ``step`` writes blocks out per row.
 
-
-def _load_per_row(
-    layer: nn.Module, name: str, part: tuple[int, int], whole: tuple[int, int], block_size: tuple[int, int]
-) -> None:
-    """Put a parameter of one scale per row in the place of the grid; its loader cuts it as it cuts the weight."""
+    Block scales are looked at as the checkpoint has them: of too large ones vLLM would cut out what it needs.
+    """
     load = getattr(layer, name).weight_loader
-    step = column_step(part[1], whole[1], block_size[1])
     where = f"blockscale: {layer_label(layer)}"
-    checkpoint = checkpoint_label()
 
     def weight_loader(parameter: nn.Parameter, scales: Tensor, *shard: Any, **kwargs: Any) -> Any:
-        rows = _rows_of_shard(layer, whole[0], *shard, **kwargs)
+        label = f"{name}` of shard `{shard[0]}" if shard else name
         try:
-            written_out = per_row(where, _shard_name(name, *shard), scales, rows, whole[1], block_size, step)
+            loaded = scales
+            if block_size is not None:
+                rows = _rows_of_shard(layer, whole[0], *shard, **kwargs)
+                check_grid(where, label, scales, rows, whole[1], block_size)
+                loaded = scales if step is None else per_row(scales, rows, whole[1], block_size, step)
+            return load(parameter, loaded, *shard, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            words = f"`{label}` that fits the layer's scales of shape {list(parameter.shape)}"
+            got = f"{list(scales.shape)} ({checkpoint}): {error or 'shapes differ'}"
+            raise ValueError(f"{where}: expected {words}, got {got}") from error
         except ValueError as error:
             raise ValueError(f"{error} ({checkpoint})") from error
-        return load(parameter, written_out, *shard, **kwargs)
 
+    return weight_loader
+
+
+def _keep_per_row(
+    layer: nn.Module, name: str, part: tuple[int, int], block_size: tuple[int, int], loader: Callable[..., Any]
+) -> None:
+    """Put a parameter of one scale per row in the place of the grid; vLLM cuts it as it cuts the weight."""
     # NaN: what no load writes is found when the kernel reads the layer.
-    blank = torch.full((part[0], (part[1] + step - 1) // step), torch.nan, dtype=torch.float32)
-    parameter = GroupQuantScaleParameter(data=blank, input_dim=1, output_dim=0, weight_loader=weight_loader)
-    setattr(parameter, ROWS_OF_BLOCK, (block_size[0], step))
+    blank = torch.full((part[0], (part[1] + block_size[1] - 1) // block_size[1]), torch.nan, dtype=torch.float32)
+    parameter = GroupQuantScaleParameter(data=blank, input_dim=1, output_dim=0, weight_loader=loader)
+    setattr(parameter, ROWS_OF_BLOCK, block_size)
     delattr(layer, name)
     layer.register_parameter(name, parameter)
 
@@ -170,34 +179,15 @@ def _load_per_row(
 def _rows_of_shard(layer: nn.Module, all_rows: int, shard: Any = None, **kwargs: Any) -> int | None:
     """Rows that the tensor in the checkpoint has, or None where a layer of its own kind does not say so."""
     shard = kwargs.get("loaded_shard_id", shard)
+    heads = {
+        "q": ("total_num_heads", "head_size"),
+        "k": ("total_num_kv_heads", "head_size"),
+        "v": ("total_num_kv_heads", "v_head_size" if hasattr(layer, "v_head_size") else "head_size"),
+    }
+    attention = all(hasattr(layer, one) for pair in heads.values() for one in pair)
+    sizes = {one: getattr(layer, pair[0]) * getattr(layer, pair[1]) for one, pair in heads.items() if attention}
     if shard is None:
-        return all_rows
+        return sum(sizes.values()) if attention else all_rows  # ranks may repeat heads of k and v
     if isinstance(shard, int) and hasattr(layer, "output_sizes"):
         return layer.output_sizes[shard]
-    sizes = {"q": ("total_num_heads", "head_size"), "k": ("total_num_kv_heads", "head_size")}
-    sizes["v"] = ("total_num_kv_heads", "v_head_size" if hasattr(layer, "v_head_size") else "head_size")
-    if shard in sizes and all(hasattr(layer, one) for one in sizes[shard]):
-        heads, size = (getattr(layer, one) for one in sizes[shard])
-        return heads * size
-    return None
-
-
-def _shard_name(name: str, shard: Any = None, *others: Any) -> str:
-    return name if shard is None else f"{name}` of shard `{shard}"
-
-
-def _name_misfits(layer: nn.Module, name: str, checkpoint: str) -> None:
-    """Let the loader of the scales say what does not fit."""
-    parameter = getattr(layer, name)
-    load = parameter.weight_loader
-
-    def weight_loader(target: nn.Parameter, scales: Tensor, *shard: Any, **kwargs: Any) -> Any:
-        try:
-            return load(target, scales, *shard, **kwargs)
-        except (AssertionError, RuntimeError) as error:
-            words = f"`{_shard_name(name, *shard)}` that fits the layer's scales of shape {list(target.shape)}"
-            got = f"{list(scales.shape)} ({checkpoint}): {error or 'shapes differ'}"
-            raise ValueError(f"blockscale: {layer_label(layer)}: expected {words}, got {got}") from error
-
-    with contextlib.suppress(AttributeError):  # a vLLM whose parameters can't be given another loader
-        parameter.weight_loader = weight_loader
+    return sizes.get(shard) if isinstance(shard, str) else None
