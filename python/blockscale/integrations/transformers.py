@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..linear import BlockScaledLinear
 from ..model_loading import ACTIVATION_SCALE_NAMES, TORCH_DTYPES, Layers, read_config
 from ..shards import Checkpoint
+from .weight_arena import WeightArena
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,12 +192,14 @@ class _KeepsFP8:
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         if not self._kept:
             return super()._process_model_after_weight_loading(model, **kwargs)
+        arena = WeightArena()
         for place, scale_name in self._layers.items():
             stored = model.get_submodule(place)
             tensors = {name: getattr(stored, name).detach() for name in stored._parameters if name != "bias"}
             layer = BlockScaledLinear.from_fp8(
                 tensors.pop("weight"), tensors[scale_name], stored.bias, self._block_size
             )
+            layer.weight.data = arena.place(layer.weight.data)
             layer.stored_scales = {name: tensor.clone() for name, tensor in tensors.items()}
             model.set_submodule(place, layer.train(stored.training))
         logger.info("blockscale: %d linear layers keep their FP8 weights", len(self._layers))

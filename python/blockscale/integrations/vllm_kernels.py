@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearKernel
@@ -29,10 +30,13 @@ from ..kernels import (
 )
 from ..kernels.layer_params import layer_label
 from .row_scales import coarsest_grid
+from .weight_arena import WeightArena
 
 __all__ = ["BlockscaleFp8BlockLinearKernel", "BlockscaleFp8LinearKernel", "BlockscaleKernel", "checkpoint_label"]
 
 logger = logging.getLogger("blockscale")
+
+_arena = WeightArena()
 
 # On a scale parameter: its block size, while it holds one scale per row of the weight.
 ROWS_OF_BLOCK = "_blockscale_rows_of_block"
@@ -86,6 +90,8 @@ class BlockscaleKernel:
                 _check_whole(layer, block_size[0])
             layer.scale_grid_per_shard = False
             self.inner.process_weights_after_loading(layer)
+            if layer.weight.dtype == torch.uint8:  # packed
+                layer.weight.data = _arena.place(layer.weight.data)
         except ValueError as error:
             raise ValueError(f"{error} ({self.checkpoint})") from error
         skipped = ", left plain for the engine to read" if getattr(layer, "_cpu_skip_gemm_dispatch", False) else ""
