@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import checkpoint, diagnostics
+from .integrations import status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(run=run, text=text)
         return one
 
-    command("info", _info, _info_text, "Which instruction sets this machine runs, and why not the others.")
+    command("info", _info, _info_text, "Instruction sets, engines and kernels of this machine, and why not the others.")
     command("selftest", _selftest, _selftest_text, "Run every usable kernel against the reference.")
     quantize = command("quantize", _quantize, _quantize_text, "Quantise a safetensors checkpoint to block FP8.")
     quantize.add_argument("src", help="directory with config.json and safetensors weights, or one .safetensors file")
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    return {**diagnostics.environment(), **diagnostics.isa_info()}, 0
+    report = {**diagnostics.environment(), **diagnostics.isa_info()}
+    return {**report, "engines": status.engines(), "choices": status.choices()}, 0
 
 
 def _info_text(report: dict[str, Any]) -> Iterable[str]:
@@ -87,6 +89,17 @@ def _info_text(report: dict[str, Any]) -> Iterable[str]:
     yield ""
     yield "amx_bf16: verified under emulation, never run on hardware. On a Sapphire Rapids or newer, check and time it:"
     yield "    python -m blockscale selftest && python benchmarks/bench_linear.py"
+    yield ""
+    for name, engine in report["engines"].items():
+        yield f"{name}: {', '.join(filter(None, [engine['version'], engine['detail']]))}"
+        for kind, kernels in engine.get("lists", {}).items():
+            yield f"    {kind}: {', '.join(kernels)}"
+    yield ""
+    yield f"{'platform':9} {'scales':12} {'scheme':12} kernel that the lists choose here"
+    for platform, decisions in report["choices"].items():
+        for scales, choice in decisions.items():
+            kernel = choice["kernel"] or f"none ({'; '.join(choice['reasons'])})"
+            yield f"{platform:9} {scales:12} {choice['scheme']:12} {kernel}"
 
 
 def _selftest(options: argparse.Namespace) -> tuple[dict[str, Any], int]:

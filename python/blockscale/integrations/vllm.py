@@ -15,7 +15,7 @@ import logging
 import os
 from typing import Any
 
-__all__ = ["KINDS", "Unsupported", "register", "state"]
+__all__ = ["KINDS", "Unsupported", "register", "report", "state"]
 
 logger = logging.getLogger("blockscale")
 
@@ -64,6 +64,16 @@ def register() -> None:
 def state() -> dict[str, Any]:
     """``active``, and ``reason`` (why not) or ``hooked`` (lists and classes)."""
     return dict(_state)
+
+
+def report() -> dict[str, Any]:
+    """:func:`state` in a sentence, and the names in vLLM's lists for the CPU: ``active``, ``detail``, ``lists``."""
+    if not _state["active"]:
+        return {"active": False, "detail": f"the plugin changes nothing: {_state['reason']}"}
+    linear, cpu = _needed(LINEAR), _needed("vllm.platforms").PlatformEnum.CPU
+    tables = {kind: getattr(linear, table, None) for kind, (_, table) in KINDS.items()}
+    lists = {kind: [one.__name__ for one in table[cpu]] for kind, table in tables.items() if isinstance(table, dict)}
+    return {"active": True, "detail": f"the plugin is active for {', '.join(_state['lists'])} scales", "lists": lists}
 
 
 def _idle(reason: str, level: int = logging.INFO) -> None:
