@@ -23,14 +23,19 @@ def lift_amx_gate() -> None:
 
 
 def weights(model: Any) -> dict[str, int]:
-    """Bytes of all parameters, shared storage once, and of the linear layers' weights and scales."""
-    whole = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    """Bytes of all parameters, each once, and of the linear layers' weights and scales.
+
+    vLLM hands bf16 weights of linear layers to oneDNN, which keeps a copy of the same size that is no parameter.
+    """
+    whole = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     linear = {
-        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-        for name, p in model.named_parameters()
-        if "_proj." in name
+        parameter.data_ptr(): parameter.nbytes for name, parameter in model.named_parameters() if "_proj." in name
     }
-    return {"all": sum(whole.values()), "linear": sum(linear.values())}
+    handed_over = 0
+    if not sum(linear.values()):
+        layers = [module for name, module in model.named_modules() if name.endswith("_proj")]
+        handed_over = sum(2 * layer.input_size_per_partition * layer.output_size_per_partition for layer in layers)
+    return {"all": sum(whole.values()) + handed_over, "linear": sum(linear.values()) + handed_over}
 
 
 class Engine:
