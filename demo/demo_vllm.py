@@ -69,8 +69,10 @@ def main() -> int:
     ]
     table(["engine", "tokens/s", "resident"], rows)
     gates.check("error" not in reports["FP8, blockscale"], "vLLM runs the FP8 checkpoint with blockscale")
-    answer, expected = reports["FP8, blockscale"].get("answer", ""), plain.get("answer", "no answer")
-    gates.check(answer == expected, f"its answer is that of the dequantised weights: {expected!r}")
+    ours = reports["FP8, blockscale"]
+    gates.check("Paris" in ours.get("answer", ""), f"it answers: {ours.get('answer')!r}")
+    same = ours.get("counting") == plain.get("counting", "nothing")
+    gates.check(same, f"it counts as the dequantised weights do, 48 greedy tokens: {ours.get('counting')!r}")
     return gates.verdict()
 
 
