@@ -98,7 +98,10 @@ def write_fp8_checkpoint(source: Path, destination: Path, form: Format) -> None:
         tensors[name], tensors[name + form.scale_name] = codes, scales
         if form.input_scale:
             tensors[name.removesuffix("weight") + "input_scale"] = torch.tensor([INPUT_SCALE])
-    _write(source, destination, tensors, {"quantization_config": form.config})
+    routers = sorted(name.removesuffix(".weight") for name in tensors if name.endswith(".mlp.gate.weight"))
+    left = "ignore" if "ignore" in form.config else "modules_to_not_convert"
+    config = {**form.config, left: ["lm_head", *routers]}
+    _write(source, destination, tensors, {"quantization_config": config})
 
 
 def write_dequantised_checkpoint(source: Path, destination: Path, form: Format) -> None:

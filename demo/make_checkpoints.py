@@ -2,7 +2,8 @@
 
 Each model comes as FOLDER/MODEL-bf16, as FOLDER/MODEL-FORMAT for every FP8 format, and as
 FOLDER/MODEL-FORMAT-dequantised, the same weights in float32. What exists is kept. Models: smollm2 (real,
-SmolLM2-135M-Instruct, sides that are no multiples of 128), aligned and ragged (trained here to recite a text).
+SmolLM2-135M-Instruct, sides that are no multiples of 128), aligned, ragged and mixture (trained here to recite a text;
+the mixture of experts in block formats only).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import reciter
 from fp8_formats import FORMATS, write_dequantised_checkpoint, write_fp8_checkpoint
 from model import write_bf16_checkpoint
 
-MODELS = ("smollm2", "aligned", "ragged")
+RECITERS = {"aligned": reciter.ALIGNED, "ragged": reciter.RAGGED, "mixture": reciter.MIXTURE}
+MODELS = ("smollm2", *RECITERS)
 
 
 def make(folder: Path, model: str, formats: tuple[str, ...] = tuple(FORMATS)) -> None:
@@ -31,8 +33,10 @@ def make(folder: Path, model: str, formats: tuple[str, ...] = tuple(FORMATS)) ->
         if model == "smollm2":
             write_bf16_checkpoint(bf16)
         else:
-            reciter.train(bf16, reciter.ALIGNED if model == "aligned" else reciter.RAGGED)
+            reciter.train(bf16, RECITERS[model])
     for name in formats:
+        if model == "mixture" and FORMATS[name].strategy != "block":
+            continue  # engines' experts on a CPU know block scales alone
         fp8 = folder / f"{model}-{name}"
         plain = folder / f"{model}-{name}-dequantised"
         if not fp8.exists():

@@ -32,40 +32,50 @@ class Geometry:
     kv_heads: int
     head_dim: int
     layers: int = 3
+    experts: int = 0  # 0: one feed-forward network; else so many, of which two serve a token
 
 
 # q 512 | k 256 | v 256, gate 768 | up 768, o 512, down 768: whole blocks of 128, also in halves.
 ALIGNED = Geometry(hidden=256, intermediate=768, heads=8, kv_heads=4, head_dim=64)
+# Experts of 256 rows: gate 256 | up 256 each.
+MIXTURE = Geometry(hidden=256, intermediate=256, heads=4, kv_heads=2, head_dim=64, layers=2, experts=4)
 # q 576 | k 192 | v 192, gate 704 | up 704, o 576, down 704; in halves q 288 | k 96 | v 96, gate 352, o 288, down 352.
 RAGGED = Geometry(hidden=320, intermediate=704, heads=6, kv_heads=2, head_dim=96)
 
 
 def train(directory: Path, geometry: Geometry) -> None:
     """Writes a bf16 checkpoint with tokenizer; the directory exists only when complete."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
     tokenizer = _tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=geometry.hidden,
-        intermediate_size=geometry.intermediate,
-        num_attention_heads=geometry.heads,
-        num_key_value_heads=geometry.kv_heads,
-        head_dim=geometry.head_dim,
-        num_hidden_layers=geometry.layers,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = _model(geometry, tokenizer)
     _learn(model, torch.tensor(tokenizer(TEXT.read_text(encoding="utf-8"))["input_ids"]))
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(directory)
+
+
+def _model(geometry: Geometry, tokenizer) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": geometry.hidden,
+        "intermediate_size": geometry.intermediate,
+        "num_attention_heads": geometry.heads,
+        "num_key_value_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "num_hidden_layers": geometry.layers,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if not geometry.experts:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    experts = {"num_experts": geometry.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=geometry.intermediate))
 
 
 def _tokenizer():

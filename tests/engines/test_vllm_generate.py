@@ -39,6 +39,15 @@ def test_tokens_are_those_of_the_dequantised_model(models, prompts, model, form,
     assert answer["batched_ids"] == answer["ids"]
 
 
+@pytest.mark.parametrize("form", ["block", "ct-block"])
+def test_experts(models, prompts, form, record_property):
+    folder = models / f"mixture-{form}"
+    answer = run_engine(folder, prompts.of("mixture"), TOKENS, together=True)
+    check(folder, prompts.of("mixture"), answer.values, record_property)
+    assert answer.values["batched_ids"] == answer.values["ids"]
+    assert "4 experts of 256 x 256: CPUFp8BlockScaledMMKernel" in answer.log
+
+
 @pytest.mark.parametrize("form", ["block", "ct-tensor"])
 def test_two_ranks_share_the_layers(models, prompts, form, record_property):
     """Each takes q 288, k 96 and v 96 rows, 352 of gate and up, and 288 and 352 columns: no border is one of a block."""

@@ -95,7 +95,7 @@ def _register() -> None:
         return
     for module, _ in _NEEDED:
         _needed(module)
-    from . import vllm_kernels, vllm_layers, vllm_ops
+    from . import vllm_experts, vllm_kernels, vllm_layers, vllm_ops
 
     if not vllm_layers.available():
         raise Unsupported(f"the linear methods {', '.join(name for _, name in vllm_layers.LINEAR_METHODS)}")
@@ -108,6 +108,7 @@ def _register() -> None:
     hooked, missing = vllm_layers.hook()
     if vllm_ops.replace_missing_quantiser():
         hooked.append("scaled_fp8_quant")
+    (hooked if vllm_experts.hook() else missing).append("FP8 experts")
     missing += [f"the list of {kind} kernels" for kind in KINDS if kind not in lists]
     _state.clear()
     _state.update(active=True, lists=lists, hooked=hooked, missing=missing)
