@@ -58,17 +58,19 @@ define system
   fi; }
 endef
 
-.PHONY: help demo test build csrc-tests csrc-tests-sanitized python-tests isa-tests test-amx bench bench-peers bench-llama \
-  bench-kernels clean distclean
+.PHONY: help demo demo-vllm test build csrc-tests csrc-tests-sanitized python-tests isa-tests test-amx engine-tests
+.PHONY: bench bench-peers bench-llama bench-kernels clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    build, then run a real chat model on FP8 layers (a few minutes the first time)"
+	@echo "make demo-vllm    the same model in vLLM: refused alone, run with blockscale (its wheel: 3.5 GB on disk)"
 	@echo "make test    build, then all tests: C++, C++ with sanitizers, Python, Python once per instruction set"
 	@echo "make build   virtual environment, torch $(TORCH), the library, an editable install"
 	@echo "make csrc-tests | csrc-tests-sanitized | python-tests | isa-tests | test-amx    one part of make test"
 	@echo "make bench   measure everything against its peers and write BENCHMARKS.md (about 20 minutes on two cores)"
 	@echo "make bench-kernels    one kernel at a time with google-benchmark; make bench-llama: llama.cpp as one more peer"
+	@echo "make engine-tests    FP8 checkpoints in vLLM and transformers, in an environment of their own (.venv-engines)"
 	@echo "make clean   remove what was built; make distclean: the virtual environment and the demo's model, too"
 	@echo "BLOCKSCALE_MAX_ISA=avx2 make demo    the same on a lower instruction set (scalar, avx2, avx512, ...)"
 
@@ -126,6 +128,10 @@ build: $(BUILT)
 demo: build $(DEMO_TOOLS)
 	@$(BIN)/python demo/demo.py
 
+demo-vllm: build
+	@tests/engines/environment.sh $(BIN)/python
+	@.venv-engines/bin/python demo/demo_vllm.py
+
 GTEST = $(call system,g++ -E -x c++ -include gtest/gtest.h /dev/null && ls /usr/lib*/* | grep libgtest,libgtest-dev)
 
 # $(call ctest,FOLDER,CMAKE ARGUMENTS)
@@ -147,14 +153,18 @@ csrc-tests-sanitized: $(TOOLS)
 
 python-tests: build $(TEST_TOOLS)
 	@echo "== Python tests (those marked isa: make isa-tests)"
-	@$(BIN)/python -m pytest -q -m "not isa" tests
+	@$(BIN)/python -m pytest -q -m "not isa" tests --ignore tests/engines
 	@echo "== Examples in docstrings"
-	@$(BIN)/python -m pytest -q --doctest-modules python/blockscale
+	@$(BIN)/python -m pytest -q --doctest-modules --ignore-glob '*/vllm_*.py' python/blockscale
 
 # AMX tiles run under the emulator of tests/amx_emulator: no machine needs to have them.
 test-amx: build $(TEST_TOOLS)
 	$(GTEST)
 	@tests/amx_emulator/run_tests.sh $(BIN)/python
+
+engine-tests: build
+	@echo "== Tests with the engines vLLM and transformers"
+	@tests/engines/run_tests.sh $(BIN)/python
 
 isa-tests: build $(TEST_TOOLS)
 	@failed=""; for cap in $(CAPS); do \
@@ -191,4 +201,4 @@ clean:
 	rm -rf build dist python/*.egg-info $(LIBRARY) $(BENCH_LIBRARY) $(VENV)/stamps/built-*
 
 distclean: clean
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) .venv-engines .cache

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import checkpoint, diagnostics
 from .bench import command as bench
+from .integrations import status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(run=run, text=text)
         return one
 
-    command("info", _info, _info_text, "Which instruction sets this machine runs, and why not the others.")
+    command("info", _info, _info_text, "Instruction sets, engines and kernels of this machine, and why not the others.")
     command("selftest", _selftest, _selftest_text, "Run every usable kernel against the reference.")
     words = "Time products and tools against peers and against what the machine can do."
     bench.add_options(command("bench", bench.run, bench.text, words))
@@ -74,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    return {**diagnostics.environment(), **diagnostics.isa_info()}, 0
+    report = {**diagnostics.environment(), **diagnostics.isa_info()}
+    return {**report, "engines": status.engines(), "choices": status.choices()}, 0
 
 
 def _info_text(report: dict[str, Any]) -> Iterable[str]:
@@ -91,6 +93,17 @@ def _info_text(report: dict[str, Any]) -> Iterable[str]:
     yield ""
     yield "amx_bf16: verified under emulation, never run on hardware. On a Sapphire Rapids or newer, check and time it:"
     yield "    python -m blockscale selftest && python -m blockscale bench"
+    yield ""
+    for name, engine in report["engines"].items():
+        yield f"{name}: {', '.join(filter(None, [engine['version'], engine['detail']]))}"
+        for kind, kernels in engine.get("lists", {}).items():
+            yield f"    {kind}: {', '.join(kernels)}"
+    yield ""
+    yield f"{'platform':9} {'scales':12} {'scheme':12} kernel that the lists choose here"
+    for platform, decisions in report["choices"].items():
+        for scales, choice in decisions.items():
+            kernel = choice["kernel"] or f"none ({'; '.join(choice['reasons'])})"
+            yield f"{platform:9} {scales:12} {choice['scheme']:12} {kernel}"
 
 
 def _selftest(options: argparse.Namespace) -> tuple[dict[str, Any], int]:

@@ -20,11 +20,11 @@ logger = logging.getLogger("blockscale")
 # One multiplier, under the names that exporters give it.
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
 # Scales of activations have no use here: activations stay as they come, which is more exact.
-_ACTIVATION_SCALE_NAMES = ("input_scale", "activation_scale")
+ACTIVATION_SCALE_NAMES = ("input_scale", "activation_scale")
 # Quantisation methods whose FP8 linear layers are an e4m3 weight and a multiplier.
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
 
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "BF16": torch.bfloat16,
@@ -97,9 +97,9 @@ class Layers:
 
     def _meta(self, name: str) -> Tensor:
         info = self.checkpoint.tensors[name]
-        if info.dtype not in _TORCH_DTYPES:
-            refuse(str(self.checkpoint.files[name]), f"`{name}` of dtype {', '.join(_TORCH_DTYPES)}", info.dtype)
-        return torch.empty(info.shape, dtype=_TORCH_DTYPES[info.dtype], device="meta")
+        if info.dtype not in TORCH_DTYPES:
+            refuse(str(self.checkpoint.files[name]), f"`{name}` of dtype {', '.join(TORCH_DTYPES)}", info.dtype)
+        return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
 
 
 def load_checkpoint(model: nn.Module, directory: str | PathLike[str]) -> nn.Module:
@@ -189,7 +189,7 @@ def _plain_tensors(layers: Layers) -> list[str]:
     tensors = layers.checkpoint.tensors
     parts = set(layers.weights) | {layers.scale_name(name) for name in layers.weights}
     unused = {
-        name.removesuffix("weight") + suffix for name in layers.weights for suffix in _ACTIVATION_SCALE_NAMES
+        name.removesuffix("weight") + suffix for name in layers.weights for suffix in ACTIVATION_SCALE_NAMES
     } & tensors.keys()
     if unused:
         logger.info("blockscale: %d activation scales are not used: activations are not quantised", len(unused))
