@@ -96,7 +96,7 @@ INCLUDE_PATH := import sysconfig; print(sysconfig.get_path("include"))
 $(TEST_TOOLS): $(TOOLS)
 	$(call system,test -f "$$($(BIN)/python -c '$(INCLUDE_PATH)')/Python.h",python3-dev)
 	@echo "Installing test tools ..."
-	@$(INSTALL) pytest hypothesis mmaemu
+	@$(INSTALL) pytest hypothesis mmaemu matplotlib
 	@touch $@
 
 $(DEMO_TOOLS): $(TOOLS)

@@ -233,7 +233,7 @@ def test_a_wrong_library_is_an_error(capsys, monkeypatch):
 
 # ----------------------------------------------------------------------------------------------------------- plots
 def test_plots_are_written(measured, tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib")  # `make test` installs it
     for name in ("all.png", "all.svg"):
         plots.draw(measured, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 5000
