@@ -87,10 +87,11 @@ def write(result: dict[str, Any], folder: Path) -> None:
 
 def lines_of(result: dict[str, Any]) -> list[str]:
     about = result["context"]
+    runs = f"{about['runs']} runs" if about["runs"] > 1 else "the rounds of one run"
     lines = [
         "# Benchmarks",
         "",
-        f"Written by `make bench` on {about['date'][:10]}; do not edit. Numbers are medians of {about['runs']} runs.",
+        f"Written by `make bench` on {about['date'][:10]}; do not edit. Numbers are medians of {runs}.",
         "",
         "## The machine",
         "",
